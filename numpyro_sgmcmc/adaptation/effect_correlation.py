@@ -169,10 +169,13 @@ def _evaluate_row_forms(
 
 
 def factorize_inverse_blocks(blocks: np.ndarray) -> np.ndarray:
-    """Return F with ``F F^T`` the inverse of each block, made positive definite where it is not."""
-    with np.errstate(invalid="ignore"):
+    """Return F with ``F F^T`` the inverse of each block, made positive definite where it is not.
+
+    It is not finite where blocks are not.
+    """
+    with np.errstate(invalid="ignore", divide="ignore"):
         inverse = _invert_cholesky(blocks)
-    if np.isfinite(inverse).all():
+    if np.isfinite(inverse).all() or not np.isfinite(blocks).all():
         return np.ascontiguousarray(inverse.swapaxes(0, 1))
     matrices = np.moveaxis(blocks, 2, 0)
     diagonal = np.abs(np.diagonal(matrices, axis1=1, axis2=2))

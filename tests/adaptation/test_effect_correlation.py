@@ -275,3 +275,13 @@ def test_default_arguments_sample_crossed_effects():
         assert abs(draws.mean() - exact.mean()) < 4.0 * np.sqrt(errors * variance)
         assert abs(draws.std() / np.sqrt(variance) - 1.0) < 4.0 * np.sqrt(errors_of_squares / 2.0)
     assert max(split_gelman_rubin(np.asarray(samples[name])).max() for name in "ab") < 1.02
+
+
+@pytest.mark.parametrize("value", [0.0, -1.0, np.nan])
+def test_factors_of_indefinite_blocks_are_finite_and_of_nan_are_not(value):
+    """Without warnings, and without an error of the eigenvalues."""
+    blocks = np.eye(2)[:, :, None] * np.ones(3)
+    blocks[0, 0, 1], blocks[0, 1, 1], blocks[1, 0, 1] = value, 0.5, 0.5
+    factors = factorize_inverse_blocks(blocks)
+    assert np.isfinite(factors).all() == np.isfinite(value)
+    np.testing.assert_allclose(factors[..., 0], np.eye(2))
