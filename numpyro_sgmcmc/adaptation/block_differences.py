@@ -19,8 +19,8 @@ from numpyro_sgmcmc.model.block_arrow import BlockArrowMatrix, BlockDifferences
 from numpyro_sgmcmc.model.gradient_estimators import SecondOrderControlVariate
 from numpyro_sgmcmc.model.preconditioner import Preconditioner
 
-# Noise variance in units of the posterior SD from which on a shared parameter has differences, and
-# the fraction of it that these may leave.
+# Noise variance of a shared parameter's gradient, in units of its posterior SD, from which on the
+# parameter has differences, and the fraction of it that these may leave.
 _MIN_NOISE_VARIANCE, _MAX_REMAINING_FRACTION = 0.2, 0.5
 _MAX_NUM_DIFFERENCES = 4  # shared parameters, a bound on memory and on the cost of a step
 _NUM_POSITIONS = 4  # at which the noise is measured, normals of the fit

@@ -62,8 +62,9 @@ _MIN_SCALED_EIGENVALUE, _MIN_CONFOUNDED_EIGENVALUE, _MIN_TIGHT_EIGENVALUE = 0.02
 # Shared parameters up to which the change of the effects' SDs is measured, at points at this
 # distance in posterior SDs; the curvature above which it counts, relative to a normal's.
 _MAX_TREND_SHARED, _TREND_STEP_SD, _MIN_TREND_CURVATURE = 50, 2.0, 1.0
-# Groups from which on the marginal is so close to a normal that differences on one side suffice.
-_MIN_GROUPS_OF_ONE_SIDE = 3_000
+# Groups from which on the marginal is so close to a normal that differences on one side suffice,
+# and their step.
+_MIN_GROUPS_OF_ONE_SIDE, _ONE_SIDED_STEP_SD = 3_000, 0.5
 _CURVATURE_RATIOS = 0.01, 100.0  # bounds on curvatures relative to those of BFGS
 _MIN_RELATIVE_TREND = 0.25  # RMS over groups, relative to an effect's largest, from which it counts
 _COLUMNS_PER_PRODUCT = 8  # shared parameters whose coupling is in memory at once
@@ -332,9 +333,10 @@ def _refine_shared(
     # Along each shared parameter alone, as far as the others given.
     shared_factor = preconditioner.factor.shared_factor
     units = np.linalg.inv(shared_factor).T
-    lengths = _TREND_STEP_SD / np.linalg.norm(units, axis=1)
-    steps, changes, marginal_changes = lengths[:, None] * units, [], []
     is_one_sided = layout.num_groups >= _MIN_GROUPS_OF_ONE_SIDE
+    step_sd = _ONE_SIDED_STEP_SD if is_one_sided else _TREND_STEP_SD
+    lengths = step_sd / np.linalg.norm(units, axis=1)
+    steps, changes, marginal_changes = lengths[:, None] * units, [], []
     at_mode = evaluate(np.zeros(layout.num_shared), [signs]) if is_one_sided else None
     for x in steps:
         above, below = evaluate(x, [signs]), at_mode or evaluate(-x, [signs])

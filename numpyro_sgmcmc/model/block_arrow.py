@@ -361,11 +361,11 @@ class SharedStrips:
 @partial(jax.tree_util.register_dataclass, data_fields=["values", "steps"], meta_fields=["columns"])
 @dataclass(frozen=True)
 class BlockDifferences:
-    r"""Central differences of the blocks along some shared parameters.
+    r"""Central difference quotients of the blocks along some shared parameters.
 
-    With :math:`\Delta_j D_g` the difference of a block over a step of the shared parameter j, the
-    gradient of j has the second-order term :math:`\frac12 \sum_g e_g^\top \Delta_j D_g e_g` in the
-    effects.
+    With the difference quotient :math:`\Delta_j D_g` of a block along the shared parameter j, the
+    gradient with respect to j has the second-order term
+    :math:`\frac12 \sum_g e_g^\top \Delta_j D_g e_g` in the displacements of the effects.
     The steps are finite, so that a minibatch can have exactly the same differences on its rows.
     """
 

@@ -5,6 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import numpyro
 import numpyro.distributions as dist
+import pytest
 from numpyro.diagnostics import effective_sample_size
 from numpyro.infer import MCMC
 from scipy.optimize import minimize
@@ -20,15 +21,15 @@ MAX_DISTANCE_SD, MAX_SD_ERROR = 0.05, 0.1
 SIGNS = [(1, 1), (1, -1), (-1, 1), (-1, -1)]
 
 
-def make_model(is_random_walk=False, is_bimodal=False):
+def make_model(is_random_walk=False, is_bimodal=False, num_groups=GROUPS):
     def model(group, y, batch_size=None):
         mean = numpyro.sample("mean", dist.Normal(0, 2))
         mean = mean**2 if is_bimodal else mean
         scale = numpyro.sample("scale", dist.HalfNormal(1))
         if is_random_walk:
-            effect = numpyro.sample("effect", dist.GaussianRandomWalk(scale, GROUPS)) + mean
+            effect = numpyro.sample("effect", dist.GaussianRandomWalk(scale, num_groups)) + mean
         else:
-            with numpyro.plate("groups", GROUPS):
+            with numpyro.plate("groups", num_groups):
                 effect = numpyro.sample("effect", dist.Normal(mean, scale))
         with numpyro.plate("rows", len(y), subsample_size=batch_size) as i:
             numpyro.sample("y", dist.Normal(effect[group[i]], 1.0), obs=y[i])
@@ -36,10 +37,10 @@ def make_model(is_random_walk=False, is_bimodal=False):
     return model
 
 
-def make_data(seed=5):
+def make_data(seed=5, num_groups=GROUPS):
     rng = np.random.default_rng(seed)
-    group = np.repeat(np.arange(GROUPS), ROWS_PER_GROUP)
-    effect = 0.5 + 0.4 * rng.standard_normal(GROUPS)
+    group = np.repeat(np.arange(num_groups), ROWS_PER_GROUP)
+    effect = 0.5 + 0.4 * rng.standard_normal(num_groups)
     y = (effect[group] + rng.standard_normal(group.size)).astype(np.float32)
     order = rng.permutation(group.size)
     return jnp.asarray(group[order]), jnp.asarray(y[order])
@@ -77,8 +78,11 @@ def fit(model, args, batch_size=100):
     return layout, fit_hierarchy(inputs, layout, position)
 
 
-def test_fit_has_trend_of_effects_sds_by_their_scale():
-    inputs = make_inputs(make_model(), make_data(), 100)
+@pytest.mark.parametrize("num_groups", [GROUPS, 3_000])
+def test_fit_has_trend_of_effects_sds_by_their_scale(num_groups):
+    """Of many groups the differences are one-sided."""
+    group, y = make_data(num_groups=num_groups)
+    inputs = make_inputs(make_model(num_groups=num_groups), (group, y), 100)
     layout = find_block_arrow_layout(inputs.potential, inputs.arguments)
     preconditioner = fit_hierarchy_from_each(inputs, layout, [np.zeros(inputs.potential.dim)])
     _, (_, log_scale) = layout.split(preconditioner.center)
@@ -87,7 +91,12 @@ def test_fit_has_trend_of_effects_sds_by_their_scale():
     share = prior_precision / (prior_precision + ROWS_PER_GROUP)
     trend = preconditioner.factor.sd_trend
     assert trend.columns == ((1,),)  # the mean does not change it
-    np.testing.assert_allclose(trend.values, share * np.ones((1, 1, GROUPS)), rtol=0.02)
+    np.testing.assert_allclose(trend.values, share * np.ones((1, 1, num_groups)), rtol=0.02)
+    shared, covariance = compute_exact_mode(group, y)
+    sds, factor = np.sqrt(np.diagonal(covariance)), preconditioner.factor.shared_factor
+    np.testing.assert_allclose(factor @ factor.T, covariance, atol=0.2 * sds.min() ** 2)
+    distance = np.abs(layout.take_shared(preconditioner.center) - shared) / sds
+    assert distance.max() < MAX_DISTANCE_SD
 
 
 def test_fit_of_many_effects_is_near_the_marginal_mode():
