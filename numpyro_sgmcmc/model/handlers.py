@@ -126,9 +126,10 @@ class localised(Messenger):
 
     with values x of the named sites, center c and precision :math:`\gamma`: the localising Gaussian
     of singular learning theory. Draws are therefore not of the model's posterior, but of its
-    product with this density: of one mode, and of SD at most about :math:`\gamma^{-1/2}` in
-    directions that the data do not determine. The term is the same for every minibatch. Plates,
-    predictions and flax modules are unchanged; the trace has a further site, ``localised``.
+    product with this density. Its SD is at most about :math:`\gamma^{-1/2}` in directions that the
+    data do not determine; a large precision leaves one mode. The term is the same for every
+    minibatch. Plates, predictions and flax modules are unchanged; the trace has a further site,
+    ``localised``.
 
     Reference: Lau, Furman, Wang, Murfet and Wei (2025), *The local learning coefficient: a
     singularity-aware complexity measure*.
