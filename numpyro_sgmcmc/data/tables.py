@@ -44,6 +44,7 @@ def as_arrays(
     columns: Names | Mapping[str, Names] | None = None,
     *,
     categories: Names = (),
+    levels: Mapping[str, Sequence[Any]] | None = None,
 ) -> Table:
     """Return columns of a data frame as NumPy arrays that a model can use.
 
@@ -54,11 +55,12 @@ def as_arrays(
     :param columns: names of columns; or a dict from the names of arrays to a column each, or to a
         list of columns that become the columns of a matrix. Default: all columns.
     :param categories: columns of strings or identifiers to encode, with sorted levels. Categorical
-        columns are encoded in any case, and keep the order of their levels. Each call makes its own
-        codes: those of new rows are ``pandas.Index(levels[name]).get_indexer(column)``.
+        columns are encoded in any case, and keep their levels and the order of these.
+    :param levels: levels by column, in the order of their codes, of columns to encode by these:
+        for new rows those that the call for the fit returned.
     :return: a pair ``arrays, levels``.
-    :raises ValueError: for columns that do not exist, have missing or infinite values, or cannot be
-        converted.
+    :raises ValueError: for columns that do not exist, have missing or infinite values or values
+        that are not among the ``levels``, or cannot be converted.
 
     .. doctest::
 
@@ -67,9 +69,11 @@ def as_arrays(
         >>> arrays, levels = as_arrays(frame, {"X": ["x", "z"], "city": "city"}, categories="city")
         >>> arrays["X"].shape, arrays["city"], levels["city"]
         ((2, 2), array([1, 0], dtype=int32), array(['Oslo', 'Rome'], dtype='<U4'))
+        >>> as_arrays(frame[:1], "city", levels=levels).arrays["city"]
+        array([1], dtype=int32)
     """
     import_optional("pyarrow", "`as_arrays`", "parquet")
-    table = BlockTable([_FrameBlock(frame)], "`frame`", columns, categories)
+    table = BlockTable([_FrameBlock(frame)], "`frame`", columns, categories, levels=levels)
     for name in table.column_names:
         _check_complete(name, len(find_nonfinite_rows(table.read_block(0, name))))
     for part in table.layout.values():
@@ -88,6 +92,10 @@ class _Block:
     def get_type(self, name: Any, is_encoded: bool) -> Any:
         """Return the Arrow type of a column."""
         raise NotImplementedError
+
+    def has_declared_levels(self, name: Any) -> bool:
+        """Return whether a column keeps its levels, also those that do not occur, if encoded."""
+        return False
 
     def get_statistics(self, name: Any) -> tuple[int, Any, Any] | None:
         """Return the number of missing values, minimum and maximum; None where unknown."""
@@ -129,6 +137,13 @@ class _FrameBlock(_Block):
                 "table-columns",
             )
         return self.read(name).type
+
+    def has_declared_levels(self, name: Any) -> bool:
+        import pyarrow as pa
+
+        # Of polars' Categorical the levels are those that occur, in no meaningful order.
+        is_open = str(getattr(self._frame[name], "dtype", "")) == "Categorical"
+        return pa.types.is_dictionary(self.read(name).type) and not is_open
 
     def read(self, name: Any) -> Any:
         import pyarrow as pa
@@ -212,6 +227,7 @@ class BlockTable:
     :param columns: as of :func:`as_arrays`; None in place of names selects all columns.
     :param categories: columns of strings or identifiers to encode.
     :param files: files of the blocks.
+    :param levels: levels by column, of columns to encode by these.
     """
 
     def __init__(
@@ -221,10 +237,12 @@ class BlockTable:
         columns: Any,
         categories: Names,
         files: Sequence[Path] = (),
+        levels: Mapping[str, Sequence[Any]] | None = None,
     ) -> None:
         self.blocks, self.files = blocks, files
         self.starts = np.cumsum([0, *(block.num_rows for block in blocks)])
-        names, encoded = blocks[0].names, as_names(categories)
+        names, given_levels = blocks[0].names, levels or {}
+        encoded = [*as_names(categories), *given_levels]
         if not isinstance(columns, Mapping):
             selected = names if columns is None else as_names(columns)
             columns = {str(name): name for name in selected}
@@ -251,7 +269,12 @@ class BlockTable:
             types = {block.get_type(name, is_encoded) for block in blocks}
             dtype = None if is_encoded else _find_dtype(name, types)
             if dtype is None:
-                self._level_values[name] = _find_levels(name, blocks, is_encoded)
+                is_given = name in given_levels
+                is_declared = not is_given and blocks[0].has_declared_levels(name)
+                values = _find_levels(name, blocks, is_encoded and not is_declared)
+                if is_given:
+                    values = _check_levels(name, values, given_levels[name])
+                self._level_values[name] = values
             else:
                 _check_values(name, blocks, dtype)
             self._dtypes[name] = dtype or np.dtype(np.int32)
@@ -530,6 +553,31 @@ def _find_levels(name: Any, blocks: Sequence[_Block], is_encoded: bool) -> Any:
             f"Column '{name}' has no levels.", "select a column with values.", "table-columns"
         )
     return levels.take(pc.array_sort_indices(levels)) if is_sorted else levels
+
+
+def _check_levels(name: Any, found: Any, given: Any) -> Any:
+    """Return the given levels of a column as an Arrow array, if all values found are among them."""
+    import pyarrow as pa
+    import pyarrow.compute as pc
+
+    try:
+        levels = _normalise(pa.array(as_names(given)))
+    except (pa.ArrowException, TypeError, ValueError):
+        levels = pa.nulls(1)
+    if levels.null_count or len(pc.unique(levels)) < len(levels):
+        raise InvalidArgumentError(
+            f"`levels` of column '{name}' are missing, repeated or of several types.",
+            "list each level once, such as the `levels` that `as_arrays` returned for the fit.",
+            "unknown-levels",
+        )
+    known = set(levels.to_pylist())
+    if unknown := [x for x in found.to_pylist() if x not in known]:
+        raise InvalidArgumentError(
+            f"Column '{name}' has values that are not in its `levels`: {_list_names(unknown)}.",
+            "leave out their rows, or fit the model with these levels.",
+            "unknown-levels",
+        )
+    return levels
 
 
 def _normalise(levels: Any) -> Any:

@@ -54,12 +54,52 @@ def test_as_arrays_gives_values_codes_and_levels(library):
     np.testing.assert_array_equal(arrays["day"], [1, 0, 1, 0])
 
 
-@pytest.mark.parametrize("dtype", [polars.Categorical, polars.Enum(["b", "c", "a"])])
-def test_as_arrays_encodes_categories_of_polars(dtype):
+@pytest.mark.parametrize(
+    ("dtype", "declared"),
+    [(polars.Categorical, ["a", "b"]), (polars.Enum(["b", "c", "a"]), ["b", "c", "a"])],
+)
+def test_as_arrays_encodes_categories_of_polars(dtype, declared):
     frame = polars.DataFrame({"r": polars.Series(["b", "a", "b"]).cast(dtype)})
     arrays, levels = as_arrays(frame, ["r"], categories=["r"])
-    assert list(levels["r"]) == ["a", "b"]
-    np.testing.assert_array_equal(arrays["r"], [1, 0, 1])
+    assert list(levels["r"]) == declared
+    np.testing.assert_array_equal(levels["r"][arrays["r"]], ["b", "a", "b"])
+
+
+@pytest.mark.parametrize("library", ["pandas", "arrow"])
+def test_categorical_columns_keep_their_codes_if_they_are_listed(library):
+    frame = LIBRARIES[library](FRAME.iloc[:3])
+    arrays, levels = as_arrays(frame, "size", categories="size")
+    assert list(levels["size"]) == ["S", "M", "L"]
+    np.testing.assert_array_equal(arrays["size"], [1, 0, 0])
+
+
+@pytest.mark.parametrize("library", LIBRARIES)
+@pytest.mark.parametrize("name", ["size", "city", "customer", "day"])
+def test_new_rows_have_the_codes_of_the_levels_of_the_fit(library, name):
+    arrays, levels = as_arrays(LIBRARIES[library](FRAME), [name], categories=name)
+    new = FRAME.iloc[2:].reset_index(drop=True)
+    new["size"] = new["size"].cat.reorder_categories(["L", "M", "S"])
+    new_arrays, new_levels = as_arrays(LIBRARIES[library](new), [name], levels=levels)
+    np.testing.assert_array_equal(new_arrays[name], arrays[name][2:])
+    np.testing.assert_array_equal(new_levels[name], levels[name])
+
+
+@pytest.mark.parametrize(
+    ("levels", "words"),
+    [
+        (["Oslo", "Bern"], "Column 'city' has values .* not in its `levels`: 'Rome'.*Fix: leave"),
+        ([1, 2], "Column 'city' has values .*: 'Bern', 'Oslo', 'Rome'"),
+        (["Oslo", "Oslo"], "`levels` of column 'city' are .* repeated"),
+        (["Oslo", None], "`levels` of column 'city' are missing"),
+        (["Oslo", 1], "`levels` of column 'city' are .* several types"),
+    ],
+)
+def test_values_and_levels_that_do_not_fit_raise(levels, words):
+    for convert in LIBRARIES.values():
+        with pytest.raises(InvalidArgumentError, match=words):
+            as_arrays(convert(FRAME), "city", levels={"city": levels})
+    with pytest.raises(InvalidArgumentError, match="no column 'town'"):
+        as_arrays(FRAME, "x", levels={"town": levels})
 
 
 @pytest.mark.parametrize(
