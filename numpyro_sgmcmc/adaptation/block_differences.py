@@ -9,14 +9,20 @@ remove it; each costs about half a product with the Hessian in a step.
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 
+import jax
+import jax.numpy as jnp
 import numpy as np
+from jax import Array
 
 from numpyro_sgmcmc.adaptation.batched_gradients import BulkPositions
 from numpyro_sgmcmc.adaptation.gradient_noise import measure_shared_noise
 from numpyro_sgmcmc.adaptation.settings import WarmupInputs
+from numpyro_sgmcmc.data.arguments import Arguments
 from numpyro_sgmcmc.model.block_arrow import BlockArrowMatrix, BlockDifferences
 from numpyro_sgmcmc.model.gradient_estimators import SecondOrderControlVariate
+from numpyro_sgmcmc.model.potential import Potential
 from numpyro_sgmcmc.model.preconditioner import Preconditioner
 
 # Noise variance of a shared parameter's gradient, in units of its posterior SD, from which on the
@@ -62,6 +68,9 @@ def add_differences(
 ) -> BlockArrowMatrix:
     """Return a Hessian with differences of its blocks along some shared parameters.
 
+    They are those of the rows' part of the potential, so that a step does not evaluate the prior
+    of all effects for them.
+
     :param columns: these parameters.
     :param steps: along each of them, in the units of the position.
     """
@@ -74,7 +83,28 @@ def add_differences(
         points = np.stack([center, center]).astype(dtype)
         points[:, coordinate] += step, -step
         _, products = inputs.batched_gradients.large_pass_products(points, probes)
-        above, below = map(layout.make_blocks, products)
+        of_prior = (
+            _compute_prior_products(inputs.potential, inputs.arguments, point, probes)
+            for point in points
+        )
+        above, below = (
+            layout.make_blocks(total - np.asarray(prior, np.float64))
+            for total, prior in zip(products, of_prior, strict=True)
+        )
         values.append((above - below) / (2.0 * step))
     differences = BlockDifferences.from_dense(np.stack(values), steps, columns)
     return replace(hessian, differences=differences)
+
+
+@partial(jax.jit, static_argnames="potential")
+def _compute_prior_products(
+    potential: Potential, arguments: Arguments, position: Array, probes: Array
+) -> Array:
+    """Return products of the Hessian of the part that does not depend on the rows, ``(n, d)``."""
+    indices = {p.name: jnp.zeros(1, jnp.int32) for p in potential.plates}
+
+    def prior(q: Array) -> Array:
+        batch = q, indices, arguments
+        return potential.value(*batch) - potential.rows_value(*batch)
+
+    return jax.vmap(lambda v: jax.jvp(jax.grad(prior), (position,), (v,))[1])(probes)

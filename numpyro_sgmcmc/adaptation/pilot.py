@@ -476,7 +476,7 @@ def _run_pilot_steps(
                 if isinstance(hessian, BlockArrowMatrix):
                     reference = hessian.add_second_order(reference, displacements)
                     reference = hessian.subtract_second_order_of(
-                        minibatch.value, center, reference, displacements
+                        minibatch.rows_value, center, reference, displacements
                     )
             return preconditioner.pull_back(q, gradients[:-1] + control_variate_weight * reference)
 

@@ -445,7 +445,8 @@ class BlockArrowMatrix:
     ) -> Any:
         """Subtract those of a minibatch.
 
-        :param potential: that of the minibatch, as a function of the position.
+        :param potential: the part that depends on the minibatch's rows, a function of the
+            position.
         """
         if self.differences is None:
             return gradient

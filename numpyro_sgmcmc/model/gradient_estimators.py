@@ -50,9 +50,9 @@ class Minibatch:
     arguments: Arguments
     rng_key: Array | None = None
 
-    def value(self, position: Array) -> Array:
-        """Return the potential, a scalar."""
-        return self.potential.value(position, self.indices, self.arguments, self.rng_key)
+    def rows_value(self, position: Array) -> Array:
+        """Return the rows' part of the potential, a scalar."""
+        return self.potential.rows_value(position, self.indices, self.arguments, self.rng_key)
 
     def gradient(self, position: Array) -> Array:
         """Return its gradient, shape ``(d,)``."""
@@ -180,7 +180,9 @@ class SecondOrderControlVariate(GradientEstimator):
             terms = gradient(reference + displacement) - at_reference - first_order
             if not isinstance(hessian, BlockArrowMatrix):
                 return terms
-            return hessian.subtract_second_order_of(minibatch.value, reference, terms, displacement)
+            return hessian.subtract_second_order_of(
+                minibatch.rows_value, reference, terms, displacement
+            )
 
         expansion = preconditioner.reference_gradient
         # To measure noise the Hessian, which adds none, may be left out.

@@ -150,6 +150,30 @@ class Potential:
             lambda shard, *batch: shard._value(position, *batch), indices, arguments, rng_key
         )
 
+    def rows_value(
+        self, position: Array, indices: Indices, arguments: Arguments, rng_key: Array | None = None
+    ) -> Array:
+        """Return the part of :meth:`value` that depends on the rows, without other sites.
+
+        It is linear in the rows' weights, so that its derivative by them is its value; the prior
+        does not depend on them and is not evaluated.
+        """
+
+        def on_shard(shard: Potential, indices: Indices, *batch: Any) -> Array:
+            all_weights = {
+                p.name: jnp.asarray(
+                    p.row_weights if p.included_rows else jnp.ones(indices[p.name].shape), self.dtype
+                )
+                for p in shard.plates
+            }
+
+            def with_weights(weights: Any) -> Array:
+                return shard.minibatch_potential(shard.unravel(position), indices, *batch, weights)
+
+            return jax.jvp(with_weights, (all_weights,), (all_weights,))[1]
+
+        return self.mean_over_shards(on_shard, indices, arguments, rng_key)
+
     def gradient(
         self, position: Array, indices: Indices, arguments: Arguments, rng_key: Array | None = None
     ) -> Array:
