@@ -34,6 +34,7 @@ from numpyro_sgmcmc.adaptation.effect_correlation import (
     EffectCorrelation,
     factorize_inverse_blocks,
     find_nesting,
+    map_groups,
     sum_row_couplings,
 )
 from numpyro_sgmcmc.adaptation.settings import WarmupInputs
@@ -327,7 +328,7 @@ def _refine_shared(
             position + np.concatenate([deviations, -deviations])
         )
         gradient = preconditioner.factor.apply_transpose(gradients.mean(0))
-        precisions = (factors * np.einsum("acg,cbg->abg", blocks, factors)).sum(0)
+        precisions = map_groups(_compute_precisions, blocks, factors)
         return np.log(np.maximum(precisions, _MIN_SCALED_EIGENVALUE)), layout.split(gradient)[1]
 
     # Along each shared parameter alone, as far as the others given.
@@ -362,6 +363,11 @@ def _refine_shared(
     _, marginal = evaluate(np.zeros(layout.num_shared), [signs * x[:, None] for x in patterns])
     step = -(vectors / eigenvalues) @ (vectors.T @ marginal)
     return recenter_block_arrow(inputs, preconditioner, step, vectors / np.sqrt(eigenvalues))
+
+
+def _compute_precisions(blocks: np.ndarray, factors: np.ndarray) -> np.ndarray:
+    """Return the diagonal of ``F^T D F`` for each group, shape ``(k, G)``."""
+    return (factors * np.einsum("acg,cbg->abg", blocks, factors)).sum(0)
 
 
 def _linearise(

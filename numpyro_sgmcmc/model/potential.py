@@ -21,6 +21,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import Array, lax, random
 from jax.flatten_util import ravel_pytree
 
@@ -160,12 +161,10 @@ class Potential:
         """
 
         def on_shard(shard: Potential, indices: Indices, *batch: Any) -> Array:
-            all_weights = {
-                p.name: jnp.asarray(
-                    p.row_weights if p.included_rows else jnp.ones(indices[p.name].shape), self.dtype
-                )
-                for p in shard.plates
-            }
+            all_weights = {}
+            for p in shard.plates:
+                weights = p.row_weights if p.included_rows else np.ones(indices[p.name].shape)
+                all_weights[p.name] = jnp.asarray(weights, self.dtype)
 
             def with_weights(weights: Any) -> Array:
                 return shard.minibatch_potential(shard.unravel(position), indices, *batch, weights)
