@@ -28,28 +28,32 @@ Table = dict[str, Any]
 _printed: list[Table] = []
 
 
-def begin(title: str) -> None:
-    """Begin a table; :func:`add` adds its rows, the columns' names first."""
+def begin(title: str, **where: Any) -> None:
+    """Begin a table; :func:`add` adds its rows, the columns' names first.
+
+    :param where: what differs from :func:`describe`, for a table that was measured elsewhere.
+    """
     if FOLDER not in os.environ:
         return
     if not _printed:
         atexit.register(_keep)
-    _printed.append(
-        {
-            "benchmark": Path(sys.argv[0]).stem,
-            "title": title,
-            "day": datetime.date.today().isoformat(),
-            "commit": _describe_commit(),
-            "load": round(os.getloadavg()[0], 1),  # processes, mean over the minute before
-            "versions": {
-                "Python": platform.python_version(),
-                "JAX": jax.__version__,
-                "NumPyro": numpyro.__version__,
-            },
-            "machine": f"{os.cpu_count()} cores, {jax.default_backend()}",
-            "rows": [],
-        }
-    )
+    table = {"benchmark": Path(sys.argv[0]).stem, "title": title}
+    _printed.append(table | describe() | where | {"rows": []})
+
+
+def describe() -> dict[str, Any]:
+    """Return the day, the commit, the load, the versions and the machine of this process."""
+    return {
+        "day": datetime.date.today().isoformat(),
+        "commit": _describe_commit(),
+        "load": round(os.getloadavg()[0], 1),  # processes, mean over the minute before
+        "versions": {
+            "Python": platform.python_version(),
+            "JAX": jax.__version__,
+            "NumPyro": numpyro.__version__,
+        },
+        "machine": f"{os.cpu_count()} cores, {jax.default_backend()}",
+    }
 
 
 def _describe_commit() -> str:
@@ -77,14 +81,20 @@ def add(cells: Iterable[Any]) -> None:
 
 
 def _keep() -> None:
-    """Put what was printed into the file of this Python."""
+    """Put what was printed into the files of the Pythons."""
     folder = Path(os.environ[FOLDER])
     folder.mkdir(parents=True, exist_ok=True)
-    major, minor, _ = platform.python_version_tuple()
-    path = folder / f"python-{major}.{minor}.json"
-    kept = {key(table): table for table in (read(path) if path.exists() else [])}
-    kept.update({key(table): table for table in _printed if len(table["rows"]) > 1})
-    path.write_text(json.dumps(list(kept.values()), indent=1, ensure_ascii=False) + "\n")
+    for python in {_minor_version(table) for table in _printed}:
+        path = folder / f"python-{python}.json"
+        kept = {key(table): table for table in (read(path) if path.exists() else [])}
+        for table in _printed:
+            if len(table["rows"]) > 1 and _minor_version(table) == python:
+                kept[key(table)] = table
+        path.write_text(json.dumps(list(kept.values()), indent=1, ensure_ascii=False) + "\n")
+
+
+def _minor_version(table: Table) -> str:
+    return ".".join(table["versions"]["Python"].split(".")[:2])
 
 
 def key(table: Table) -> tuple[str, str]:

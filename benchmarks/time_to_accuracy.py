@@ -5,7 +5,11 @@ problem and prints the wall and CPU seconds from the call until all means and SD
 coordinates are that close to the reference, compilation included. Each method runs in a separate
 process. Samplers are looked at after each block of draws. Other methods get ten times the CPU
 seconds of ``SGHMCSplit`` and at least a minute; one that does not reach the accuracy has the errors
-of its best result.
+of its best result. Without ``--rows`` the numbers of rows are those of the page.
+
+``--cores 11`` runs eleven methods at a time, each on one core. ``--keep FILE`` appends each result
+to a file as JSON and leaves out those that the file has; ``--seconds`` stops after a time.
+``--tables FILE`` prints tables of such files.
 
 ``SGHMCSplit`` has no arguments but the batch size. The others get settings in their favour:
 
@@ -30,14 +34,16 @@ from __future__ import annotations
 import argparse
 import importlib.util
 import json
+import os
 import re
 import resource
 import signal
 import subprocess
 import sys
+import threading
 import time
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -47,6 +53,7 @@ import jax.numpy as jnp
 import numpy as np
 import numpyro
 import optax
+import results
 from hierarchies import run_reference
 from jax import random
 from jax.flatten_util import ravel_pytree
@@ -59,7 +66,7 @@ from numpyro.infer.autoguide import (
 )
 from numpyro.infer.util import initialize_model
 from rivals import MIXED_MODELS, hmcecs, unconstrained
-from scalable_problems import SCALABLE_PROBLEMS
+from scalable_problems import SCALABLE_PROBLEMS, ScalableProblem
 from timing import print_header, print_row, use_empty_compilation_cache
 
 from numpyro_sgmcmc import SGHMCSplit
@@ -73,7 +80,37 @@ _MAX_CPU_SECONDS = 1_000.0  # of SGHMCSplit, whose seconds are the budget of the
 _NUM_APPROXIMATE_DRAWS = 4_000
 _LEARNING_RATES = (0.03, 0.01, 0.003)
 _NUM_STEPS = (1_000, 3_000, 10_000, 30_000, 100_000)
-_COLUMNS = {"method": 34, "wall s": 8, "CPU s": 8, "mean": 7, "SD": 9, "shared": 11, "result": 28}
+_MIN_CPU_SECONDS = 60.0  # of the others
+_MIN_SECONDS_LEFT = 30.0  # before the end of ``--seconds``, for another run to begin
+_OURS = "SGHMCSplit"
+_WIDTHS = (32, 31, 8, 8, 7, 9, 11, 28)  # of the columns of a row for each method
+
+_ROWS = {
+    "logistic": (10_000, 100_000, 1_000_000),
+    "Gaussian, 1,000 groups": (200_000,),
+    "logistic, 1,000 groups": (200_000,),
+    "Gaussian, 10,000 groups": (1_000_000,),
+    "logistic, 10,000 groups": (1_000_000,),
+    "flights": (327_346,),
+}
+"""Numbers of rows on the page; 100,000 for the other problems."""
+
+# In the order in which they run, for what ends in time.
+_METHODS = {
+    "SGHMCSplit": ["SGHMCSplit"],
+    "NUTS": ["NUTS", "NUTS, dense mass matrix"],
+    "HMCECS": ["HMCECS"],
+    "Laplace": ["Laplace"],
+    "Laplace with weights": ["Laplace, importance sampling"],
+    "SVI, mean-field": ["SVI, mean-field, minibatches", "SVI, mean-field, all rows"],
+    "SVI, low-rank": ["SVI, low-rank, minibatches", "SVI, low-rank, all rows"],
+    "SVI, dense": ["SVI, dense, minibatches", "SVI, dense, all rows"],
+    "pathfinder": ["pathfinder"],
+    "NUTS, 10%": ["NUTS, 10% of the rows"],
+    "gpboost": ["gpboost"],
+    "statsmodels": ["statsmodels"],
+}
+"""Columns of the table of all problems, each with its methods, of which the quickest counts."""
 
 
 class Summary(NamedTuple):
@@ -86,6 +123,10 @@ class Summary(NamedTuple):
     sd: np.ndarray
 
 
+def reference_file(name: str, num_rows: int) -> Path:
+    return _FOLDER / f"{re.sub('[^a-z0-9]+', '-', name.lower())}-{num_rows}.npz"
+
+
 class Posterior:
     """A problem with its data, on all rows and on minibatches."""
 
@@ -93,7 +134,7 @@ class Posterior:
         self.problem = SCALABLE_PROBLEMS[name]
         self.num_rows = num_rows
         self.model, self.args = self.problem.build(num_rows, np.random.default_rng(1))
-        self.file = _FOLDER / f"{re.sub('[^a-z0-9]+', '-', name.lower())}-{num_rows}.npz"
+        self.file = reference_file(name, num_rows)
 
     def sort(self, sites: dict[str, Any], axes: int = 0) -> np.ndarray:
         """Return unconstrained values as an array whose last axis is that of the coordinates."""
@@ -268,9 +309,14 @@ def run_laplace(posterior: Posterior, is_weighted: bool) -> Iterator[Summary]:
 
 def _weighted_summary(x: np.ndarray, log_weights: np.ndarray) -> tuple[Summary, float, float]:
     """Return moments with Pareto-smoothed weights, Pareto's k, and the effective sample size."""
-    from arviz import psislw
+    try:
+        from arviz import psislw
 
-    smoothed, pareto_k = psislw(log_weights)
+        smoothed, pareto_k = psislw(log_weights)
+    except ImportError:  # from ArviZ 1.0 on, which takes the negative logarithms
+        from arviz_stats.base import array_stats
+
+        smoothed, pareto_k = array_stats.psislw(-log_weights)
     weights = np.exp(np.asarray(smoothed) - np.max(smoothed))
     weights /= weights.sum()
     mean = weights @ x
@@ -305,14 +351,14 @@ _GUIDES = {
 }
 
 
-def list_methods(posterior: Posterior, dim: int) -> dict[str, list[Callable]]:
+def list_methods(problem: ScalableProblem, dim: int) -> dict[str, list[Callable]]:
     """Return for each method its settings, each a function that iterates over summaries."""
     methods: dict[str, list[Callable]] = {
         "SGHMCSplit": [run_sgmcmc],
         "NUTS": [run_nuts],
         "NUTS, 10% of the rows": [partial(run_nuts, share=0.1)],
     }
-    if posterior.problem.is_dense:
+    if problem.is_dense:
         methods["NUTS, dense mass matrix"] = [partial(run_nuts, dense_mass=True)]
     for name, guide in _GUIDES.items():
         if name == "dense" and dim > _MAX_DENSE:
@@ -326,7 +372,7 @@ def list_methods(posterior: Posterior, dim: int) -> dict[str, list[Callable]]:
     if dim <= _MAX_DENSE:
         methods["Laplace"] = [partial(run_laplace, is_weighted=False)]
         methods["Laplace, importance sampling"] = [partial(run_laplace, is_weighted=True)]
-    if posterior.problem.hierarchy is not None:
+    if problem.hierarchy is not None:
         for package in MIXED_MODELS:
             methods[package] = [partial(run_mixed_model, package=package)]
     methods["pathfinder"] = [run_pathfinder]
@@ -354,10 +400,12 @@ class Result(NamedTuple):
     is_reached: bool
 
 
-def run_method(posterior: Posterior, settings: list[Callable], budget: float) -> Result:
+def run_method(posterior: Posterior, settings: list[Callable], budget: float) -> Iterator[Result]:
     """Run the settings of a method, until they have used the budget of CPU seconds.
 
-    A process with one setting ends a minute later, one with several at three times the budget.
+    Yields each result that is better than the ones before it, so that it is known if the process is
+    killed. A process with one setting ends a minute later, one with several at three times the
+    budget.
     """
     limit = int((3.0 if len(settings) > 1 else 1.0) * budget) + 60
     resource.setrlimit(resource.RLIMIT_CPU, (limit, resource.RLIM_INFINITY))
@@ -392,14 +440,13 @@ def run_method(posterior: Posterior, settings: list[Callable], budget: float) ->
             found = Result(*map(float, seconds), *worst, int(missing.sum()), is_reached)
             if best is None or _rank(found) < _rank(best):
                 best, num_steps_of_best = found, num_steps
+                yield best
             if is_reached or seconds[1] > budget:
                 break
             looking += [time.perf_counter() - wall, time.process_time() - cpu] - now
         spent += time.process_time() - cpu
         if spent > budget:
             break
-    assert best is not None
-    return best
 
 
 def _rank(result: Result) -> tuple[bool, float]:
@@ -446,74 +493,239 @@ def make_reference(posterior: Posterior) -> str:
     return note
 
 
+_NO_RESULT = Result(*6 * [float("inf")], num_missing=0, is_reached=False)  # within the budget
+
+
+class Pair(NamedTuple):
+    """A method and the posterior that it is run on."""
+
+    problem: str
+    num_rows: int
+    method: str
+
+
+Record = dict[str, Any]
+"""What a run found: its pair, its :class:`Result` or None, and where it ran."""
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument(
         "--problems", nargs="+", choices=SCALABLE_PROBLEMS, default=list(SCALABLE_PROBLEMS)
     )
-    parser.add_argument("--rows", nargs="+", type=int, default=[100_000])
+    parser.add_argument("--rows", nargs="+", type=int)
     parser.add_argument("--methods", nargs="+", help="regular expressions of their names")
     parser.add_argument("--reference", action="store_true", help="store references")
+    parser.add_argument("--cores", type=int, help="runs at a time, each on one core")
+    parser.add_argument("--seconds", type=float, default=float("inf"), help="wall seconds at most")
+    parser.add_argument("--keep", type=Path, help="file of results")
+    parser.add_argument("--tables", type=Path, nargs="+", help="files of results")
     parser.add_argument("--run", help=argparse.SUPPRESS)
-    parser.add_argument("--budget", type=float, default=60.0, help="CPU seconds at least")
+    parser.add_argument("--budget", type=float, help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.run is not None or options.reference:
         warnings.simplefilter("ignore")
     if options.run is not None:
         posterior = Posterior(options.problems[0], options.rows[0])
         dim = np.load(posterior.file)["mean"].size
-        settings = list_methods(posterior, dim)[options.run]
+        settings = list_methods(posterior.problem, dim)[options.run]
         cache = use_empty_compilation_cache()
-        print(json.dumps(run_method(posterior, settings, options.budget)._asdict()))
+        for result in run_method(posterior, settings, options.budget):
+            print(json.dumps(result._asdict()), flush=True)
         cache.cleanup()
         return
-    for problem in options.problems:
-        for num_rows in options.rows:
-            posterior = Posterior(problem, num_rows)
-            if options.reference:
-                numpyro.set_host_device_count(2)
-                _FOLDER.mkdir(exist_ok=True)
-                print(f"{problem}, {num_rows:,} rows: {make_reference(posterior)}", flush=True)
-            elif not posterior.file.exists():
-                parser.error(
-                    f"'{problem}' with {num_rows} rows has no reference: --reference first"
-                )
-            else:
-                compare(problem, posterior, options)
+    if options.tables:
+        print_tables([r for file in options.tables for r in read_records(file)])
+        return
+    cases = [
+        (problem, num_rows)
+        for problem in options.problems
+        for num_rows in options.rows or _ROWS.get(problem, (100_000,))
+    ]
+    if options.reference:
+        numpyro.set_host_device_count(2)
+        _FOLDER.mkdir(exist_ok=True)
+        for problem, num_rows in cases:
+            note = make_reference(Posterior(problem, num_rows))
+            print(f"{problem}, {num_rows:,} rows: {note}", flush=True)
+        return
+    pairs, files = [], {case: reference_file(*case) for case in cases}
+    for (problem, num_rows), file in files.items():
+        if not file.exists():
+            print(f"{problem}, {num_rows:,} rows: no reference; store one by --reference")
+    for method in (m for methods in _METHODS.values() for m in methods):
+        for (problem, num_rows), file in files.items():
+            if not file.exists():
+                continue
+            offered = list_methods(SCALABLE_PROBLEMS[problem], np.load(file)["mean"].size)
+            is_wanted = not options.methods or any(re.search(m, method) for m in options.methods)
+            is_there = method not in MIXED_MODELS or importlib.util.find_spec(method) is not None
+            if method in offered and is_wanted and is_there:
+                pairs.append(Pair(problem, num_rows, method))
+    print_tables(measure(pairs, options.cores, options.seconds, options.keep))
 
 
-def compare(problem: str, posterior: Posterior, options: argparse.Namespace) -> None:
-    """Print the table of a problem."""
-    reference = np.load(posterior.file)
-    dim = reference["mean"].size
-    print_header(f"{problem}, {posterior.num_rows:,} rows, {dim:,} parameters")
-    print_row(_COLUMNS, _COLUMNS.values())
-    budget = options.budget
-    for method in list_methods(posterior, dim):
-        if options.methods and not any(re.search(m, method) for m in options.methods):
-            continue
-        if method in MIXED_MODELS and importlib.util.find_spec(method) is None:
-            print_row([method, *[""] * 5, f"needs {method}"], _COLUMNS.values())
-            continue
-        command = [sys.executable, __file__, "--run", method, "--problems", problem]
-        allowed = _MAX_CPU_SECONDS if method == "SGHMCSplit" else budget
-        command += ["--rows", str(posterior.num_rows), "--budget", str(allowed)]
-        out = subprocess.run(command, stdout=subprocess.PIPE, text=True)
-        if out.returncode:
-            note = "no result in time" if out.returncode == -signal.SIGXCPU else "error"
-            print_row([method, *[""] * 5, note], _COLUMNS.values())
-            continue
-        result = Result(**json.loads(out.stdout.splitlines()[-1]))
-        if method == "SGHMCSplit":
-            budget = max(budget, 10.0 * result.cpu_seconds)
-        cells = [f"{result.wall_seconds:.1f}", f"{result.cpu_seconds:.1f}"]
-        cells += [f"{result.mean_error:.2f}", f"{100 * result.sd_error:.0f}%"]
-        of_shared = f"{result.shared_mean_error:.2f}, {100 * result.shared_sd_error:.0f}%"
-        notes = [] if result.is_reached else ["not reached"]
-        notes += [f"{result.num_missing} SDs missing"] * (result.num_missing > 0)
-        cells += [of_shared if posterior.problem.hierarchy else "", ", ".join(notes)]
-        print_row([method, *cells], _COLUMNS.values())
+def read_records(file: Path | None) -> list[Record]:
+    if file is None or not file.exists():
+        return []
+    return [json.loads(line) for line in file.read_text().splitlines()]
+
+
+def measure(
+    pairs: Sequence[Pair], num_cores: int | None, seconds: float, keep: Path | None
+) -> list[Record]:
+    """Run each pair in a process, and return what they found and what the file has.
+
+    Runs begin in the order of the pairs. Those of other methods wait until that of this library has
+    set their budget, if it is among the pairs.
+    """
+    records = read_records(keep)
+    done = {Pair(*r["pair"]) for r in records}
+    waiting = [pair for pair in pairs if pair not in done]
+    ours = {pair[:2] for pair in waiting if pair.method == _OURS}
+    end, lock = time.monotonic() + seconds, threading.Lock()
+
+    def choose() -> Pair | None:
+        with lock:
+            for pair in waiting:
+                if pair.method == _OURS or pair[:2] not in ours:
+                    waiting.remove(pair)
+                    return pair
+        return None
+
+    def work(core: int | None) -> None:
+        while waiting and (left := end - time.monotonic()) > _MIN_SECONDS_LEFT:
+            if (pair := choose()) is None:
+                time.sleep(0.5)
+                continue
+            record = _run_pair(pair, _find_budget(pair, records), core, left)
+            with lock:
+                records.append(record)
+                print_row(_cells(record), _WIDTHS)
+                if keep is not None:
+                    with keep.open("a") as file:
+                        file.write(json.dumps(record) + "\n")
+                if pair.method == _OURS:
+                    ours.discard(pair[:2])
+
+    cores = sorted(os.sched_getaffinity(0))[:num_cores] if num_cores else [None]
+    threads = [threading.Thread(target=work, args=(core,)) for core in cores]
+    print_header("Wall and CPU seconds, and errors")
+    print_row(("problem", "method", "wall s", "CPU s", "mean", "SD", "shared", "result"), _WIDTHS)
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
     print()
+    return records
+
+
+def _find_budget(pair: Pair, records: Sequence[Record]) -> float:
+    if pair.method == _OURS:
+        return _MAX_CPU_SECONDS
+    ours = (r["result"] for r in records if r["pair"] == [*pair[:2], _OURS] and r["result"])
+    return max(_MIN_CPU_SECONDS, *(10.0 * result["cpu_seconds"] for result in ours), 0.0)
+
+
+def _run_pair(pair: Pair, budget: float, core: int | None, timeout: float) -> Record:
+    command = ["taskset", "-c", str(core)] if core is not None else []
+    command += [sys.executable, __file__, "--run", pair.method, "--problems", pair.problem]
+    command += ["--rows", str(pair.num_rows), "--budget", str(budget)]
+    where = results.describe() | {"cores": 1 if core is not None else os.cpu_count()}
+    pipe = subprocess.PIPE
+    with subprocess.Popen(command, stdout=pipe, stderr=pipe, text=True) as process:
+        timer = threading.Timer(min(timeout, 1e6), process.kill)
+        timer.start()
+        found, messages = (text.splitlines() for text in process.communicate())
+        timer.cancel()
+    note = {0: "", -signal.SIGXCPU: "budget used", -signal.SIGKILL: "stopped"}
+    error = messages[-1] if messages else f"exit status {process.returncode}"
+    return {
+        "pair": pair,
+        "budget": budget,
+        "result": json.loads(found[-1]) if found else None,
+        "note": note.get(process.returncode, error),
+        **where,
+    }
+
+
+def _cells(record: Record) -> list[str]:
+    problem, num_rows, method = record["pair"]
+    name, note = f"{problem}, {num_rows:,} rows", record["note"]
+    if record["result"] is None:
+        return [name, method, "", "", "", "", "", note or "no result"]
+    result = Result(**record["result"])
+    of_shared = f"{result.shared_mean_error:.2f}, {100 * result.shared_sd_error:.0f}%"
+    notes = [] if result.is_reached else [f"not reached {note}".rstrip()]
+    notes += [f"{result.num_missing} SDs missing"] * (result.num_missing > 0)
+    return [
+        name,
+        method,
+        f"{result.wall_seconds:.1f}",
+        f"{result.cpu_seconds:.1f}",
+        f"{result.mean_error:.2f}",
+        f"{100 * result.sd_error:.0f}%",
+        of_shared if SCALABLE_PROBLEMS[problem].hierarchy else "",
+        ", ".join(notes),
+    ]
+
+
+def print_tables(records: Sequence[Record]) -> None:
+    """Print the CPU seconds of all methods that reach the accuracy, and the errors of the others.
+
+    A run that was stopped before it had used its budget counts only where it reached the accuracy.
+    """
+    counted = [
+        r
+        for r in records
+        if (r["result"] or {}).get("is_reached") or r["note"] in ("", "budget used")
+    ]
+    if not counted:
+        return
+    where = {k: counted[0][k] for k in ("day", "commit", "load", "versions", "machine")}
+    columns = [c for c, ms in _METHODS.items() if any(r["pair"][2] in ms for r in counted)]
+    cases = list(dict.fromkeys((r["pair"][0], r["pair"][1]) for r in counted))
+    order = list(SCALABLE_PROBLEMS)
+    cases.sort(key=lambda case: (order.index(case[0]), case[1]))
+    best = {
+        (case, column): min(
+            (
+                Result(**r["result"]) if r["result"] else _NO_RESULT
+                for r in counted
+                if tuple(r["pair"][:2]) == case and r["pair"][2] in _METHODS[column]
+            ),
+            key=_rank,
+            default=None,
+        )
+        for case in cases
+        for column in columns
+    }
+
+    def seconds(result: Result | None) -> str:
+        if result is None:
+            return ""
+        return f"{result.cpu_seconds:.1f}" if result.is_reached else "–"
+
+    def errors(result: Result | None) -> str:
+        if result is None or result.is_reached:
+            return ""
+        if result == _NO_RESULT:
+            return "no result"
+        return f"{_round(result.mean_error)}, {_round(100 * result.sd_error)}%"
+
+    for title, cell in (("CPU seconds to the accuracy", seconds), ("Errors otherwise", errors)):
+        print_header(title, **where)
+        widths = [32, *(max(len(c), 12) for c in columns)]
+        print_row(["problem", *columns], widths)
+        for case in cases:
+            cells = [cell(best[case, column]) for column in columns]
+            if any(cells):
+                print_row([f"{case[0]}, {case[1]:,} rows", *cells], widths)
+        print()
+
+
+def _round(x: float) -> str:
+    return f"{x:.2g}" if x < 10 else f"{min(x, 999):.0f}" + "+" * (x > 999)
 
 
 if __name__ == "__main__":

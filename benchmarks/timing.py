@@ -50,9 +50,12 @@ def use_empty_compilation_cache() -> tempfile.TemporaryDirectory:
     return folder
 
 
-def print_header(title: str) -> None:
-    """The title, the versions and the machine, of a table whose rows follow."""
-    results.begin(title)
+def print_header(title: str, **where: Any) -> None:
+    """The title, the versions and the machine, of a table whose rows follow.
+
+    :param where: see :func:`results.begin`; not printed.
+    """
+    results.begin(title, **where)
     versions = f"Python {platform.python_version()}, JAX {jax.__version__}"
     machine = f"{os.cpu_count()} cores, {jax.default_backend()}"
     print(f"{title}\n{versions}, NumPyro {numpyro.__version__}; {machine}\n", flush=True)
