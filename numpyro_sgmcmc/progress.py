@@ -2,15 +2,18 @@
 
 A bar appears once the work takes longer than a few seconds, in a log file after half a minute.
 Passes are counted in rows that the largest :class:`HostArray` has read; for data in memory no rows
-are counted.
+are counted. No bar appears in a run with ``MCMC(..., progress_bar=False)``.
 """
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from types import FrameType
 from typing import Any
 
+from numpyro.infer import MCMC
 from numpyro.util import tqdm_auto
 from tqdm import tqdm
 
@@ -45,10 +48,26 @@ class ProgressReporter:
 
 def _open_bar(log_interval: float = _LOG_INTERVAL_SECONDS, **options: Any) -> tqdm:
     """Open a bar on a terminal or in a notebook, or lines in a log file."""
+    if _is_in_run_without_bar():
+        return tqdm(disable=True)
     bar = tqdm_auto(delay=_DISPLAY_DELAY_SECONDS, leave=False, disable=None, **options)
     if bar.disable:
         bar = tqdm(delay=log_interval, mininterval=log_interval, leave=False, **options)
     return bar
+
+
+def _is_in_run_without_bar() -> bool:
+    """Return whether ``progress_bar`` is False in the calling MCMC object.
+
+    NumPyro does not pass it to kernels, so that it is read from the frames of the call.
+    """
+    frame: FrameType | None = sys._getframe(1)
+    is_without = False
+    while frame is not None:
+        if isinstance(caller := frame.f_locals.get("self"), MCMC):
+            is_without = not caller.progress_bar
+        frame = frame.f_back
+    return is_without
 
 
 @contextmanager

@@ -2,6 +2,11 @@
 
 import io
 
+import jax
+import pytest
+from numpyro.infer import MCMC
+
+from numpyro_sgmcmc import SGHMCSplit
 from numpyro_sgmcmc.progress import ProgressReporter, _open_bar
 
 
@@ -37,3 +42,22 @@ def test_short_work_shows_nothing_in_a_log_file():
     progress.begin_stage("pilot chains")
     progress.advance(1)
     assert not file.getvalue()
+
+
+@pytest.mark.parametrize("chain_method", ["sequential", "vectorized"])
+@pytest.mark.parametrize("is_shown", [True, False])
+def test_runs_without_a_progress_bar_show_nothing(is_shown, chain_method):
+    file = io.StringIO()
+
+    class Kernel(SGHMCSplit):
+        def init(self, *args, **kwargs):
+            reporter = ProgressReporter(_open_bar(0.0, file=file, miniters=0))
+            reporter.begin_stage("pilot chains")
+            raise InterruptedError
+
+    chains = {"num_chains": 2, "chain_method": chain_method}
+    mcmc = MCMC(Kernel(lambda: None), num_warmup=1, num_samples=1, **chains)
+    mcmc.progress_bar = is_shown  # NumPyro switches it off in parallel tests
+    with pytest.raises(InterruptedError):
+        mcmc.run(jax.random.key(0))
+    assert bool(file.getvalue()) == is_shown
