@@ -47,6 +47,7 @@ class Coupling(NamedTuple):
     - **noise_variances** - variance of the gradient noise, summed over coordinates, shape
       ``(n, 1)``.
     - **relaxation_factor** - relaxation time of the widest of them relative to a standard normal's.
+    - **indices** - their positions among all coordinates, shape ``(k,)``.
     """
 
     q: np.ndarray = np.zeros((1, 0))
@@ -54,11 +55,12 @@ class Coupling(NamedTuple):
     squared_gradients: np.ndarray = np.zeros((1, 0))
     noise_variances: np.ndarray = np.zeros((1, 1))
     relaxation_factor: float = 1.0
+    indices: np.ndarray = np.zeros(0, int)
 
-    def compute_max_bias(
+    def compute_biases(
         self, inflation_per_curvature: float, inflation_per_noise_variance: float
-    ) -> float:
-        """Return the largest bias of a mean or an SD, in SDs."""
+    ) -> np.ndarray:
+        """Return the larger of the biases of mean and SD, in SDs, shape ``(k,)``."""
         potential = (
             inflation_per_curvature / 2.0 * self.squared_gradients
             + inflation_per_noise_variance / 4.0 * self.noise_variances
@@ -67,8 +69,7 @@ class Coupling(NamedTuple):
         weights /= weights.sum(0)
         mean = (weights * self.coordinates).sum(0)
         sd = np.sqrt((weights * np.square(self.coordinates - mean)).sum(0))
-        bias = np.maximum(np.abs(mean), np.abs(sd - 1.0)).max(initial=0.0)
-        return float(_MISSED_TAIL_FACTOR * bias)
+        return np.asarray(_MISSED_TAIL_FACTOR * np.maximum(np.abs(mean), np.abs(sd - 1.0)))
 
 
 NO_COUPLING = Coupling()
@@ -102,6 +103,7 @@ def find_coupling(
         x[:, k],
         squared[:, k],
         relaxation_factor=float((sd[k] / sds[k]).max()),
+        indices=k,
     )
 
 

@@ -111,16 +111,24 @@ class PredictedMeanBias(NamedTuple):
 
         :param batch_size_factor: batch size relative to the model's.
         """
+        return self.find_largest(step_size, batch_size_factor)[1]
+
+    def find_largest(self, step_size: float, batch_size_factor: float = 1.0) -> tuple[int, float]:
+        """Return the coordinate with the largest bias, and that bias."""
         variance_inflation = (
             self.variance_inflation * (step_size / self.reference_step_size) ** self.order
         )
         by_discretisation = self.bias_per_variance_inflation * variance_inflation
         noisy_step_size = step_size / batch_size_factor
         by_noise = self.noise_bias_per_step_size * noisy_step_size
-        by_coupling = self.coupling.compute_max_bias(
+        biases = np.abs(by_noise + by_discretisation)
+        coordinate = int(biases.argmax())
+        by_coupling = self.coupling.compute_biases(
             variance_inflation, self.inflation_per_noise_variance * noisy_step_size
         )
-        return max(by_coupling, float(np.abs(by_noise + by_discretisation).max()))
+        if by_coupling.max(initial=0.0) > biases[coordinate]:
+            return int(self.coupling.indices[by_coupling.argmax()]), float(by_coupling.max())
+        return coordinate, float(biases[coordinate])
 
     def limit_step_size(
         self,

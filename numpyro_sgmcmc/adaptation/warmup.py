@@ -71,6 +71,7 @@ from numpyro_sgmcmc.adaptation.variational import MeanField, precompile_mean_fie
 from numpyro_sgmcmc.adaptation.warnings import (
     PendingWarning,
     find_compensation_warnings,
+    find_long_draw_warnings,
     find_noise_warnings,
     find_user_step_size_warnings,
     issue_once,
@@ -264,6 +265,7 @@ def adapt_to_mode(
     relaxation_time *= step.mean_bias.coupling.relaxation_factor
     num_steps = settings.num_steps or choose_num_steps(relaxation_time, step_size)
     pending = [*find_noise_warnings(inputs, candidates, choice, step)]
+    pending = pending or [*find_long_draw_warnings(inputs, choice, step, num_steps)]
     if has_dominant_mode:  # otherwise nothing can be predicted
         pending += find_user_step_size_warnings(inputs, choice, step, bound_dynamics)
     chain_preconditioner = _add_reference_hessian(inputs, preconditioner, choice.estimator)

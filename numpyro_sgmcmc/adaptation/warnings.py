@@ -45,6 +45,7 @@ from numpyro_sgmcmc.errors import (
     SubsampleSizeWarning,
     warn_user,
 )
+from numpyro_sgmcmc.model.potential import get_coordinate_names
 
 # Biases are estimated from a few positions, so that the largest of many is overestimated: a warning
 # is issued from this multiple of what is allowed, for means and for variances.
@@ -55,6 +56,7 @@ _MAX_ADVISED_TIME_RATIO, _MAX_ADVISED_STEP_SIZE_RATIO = 0.4, 2 / 3
 # Seconds of a chain per effective draw up to which no other batch size is recommended for speed:
 # thousands of draws take less time than the warm-up then.
 _ACCEPTABLE_SECONDS_PER_DRAW = 5e-4
+_MIN_WARNED_STEPS = 250  # of a draw; usual are 10 to 100
 _ACCEPTABLE_WARMUP_SECONDS = 120.0  # of fits and pilot chains, on a CPU
 
 
@@ -213,6 +215,30 @@ def find_batch_size_warnings(
             "is estimated here.",
             "slow-subsample-size",
         )
+
+
+def find_long_draw_warnings(
+    inputs: WarmupInputs, choice: SubsamplingChoice, step: StepSizeChoice, num_steps: int
+) -> Iterator[PendingWarning]:
+    """Yield a warning where the predicted bias of a mean makes draws take very many steps."""
+    is_limited = "mean_bias" in step.trace.binding and inputs.settings.num_steps is None
+    if not is_limited or num_steps < _MIN_WARNED_STEPS:
+        return
+    coordinate, bias = step.mean_bias.find_largest(float(step.step_size))
+    by_noise = step.mean_bias.by_noise.compute_max(float(step.step_size))
+    site = get_coordinate_names(inputs.potential)[coordinate][1]
+    cause = "discretisation"
+    fix = f"reparameterise '{site}', standardise the covariates, or use NUTS."
+    if by_noise > bias / 2.0:
+        cause = "gradient noise"
+        remedies = _describe_remedies(inputs, _find_fastest_draw(inputs, choice, step))
+        fix = f"{remedies[:-1]}; or {fix}"
+    yield PendingWarning(
+        f"A draw takes {num_steps} steps: longer ones would bias the mean of '{site}' by {cause}.",
+        SubsampleSizeWarning,
+        fix,
+        "long-draws",
+    )
 
 
 def _predict_draws(

@@ -111,6 +111,7 @@ class BiasReport:
     :param is_for_functions: whether the report is on values of functions of the draws, each of
         which is a site, in place of the parameters.
     :param has_custom_dynamics: whether SDE or integrator are the user's.
+    :param num_steps: steps per draw.
     :param max_grad_norm: norm to which the run has clipped gradients, or None.
     :param notes: further notes on what was diagnosed.
     """
@@ -138,6 +139,7 @@ class BiasReport:
     full_data: bool
     is_for_functions: bool = False
     has_custom_dynamics: bool = False
+    num_steps: int = 1
     max_grad_norm: float | None = None
     notes: tuple[str, ...] = ()
 
@@ -502,6 +504,7 @@ def _assemble_report(
         full_data=full_data,
         is_for_functions=function_names is not None,
         has_custom_dynamics=is_custom_sde or isinstance(kernel.dynamics, Recipe),
+        num_steps=run.num_steps,
         max_grad_norm=kernel.options.max_grad_norm,
     )
 

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import numpy as np
 
 from numpyro_sgmcmc.adaptation.settings import MAX_CONVERGED_R_HAT
+from numpyro_sgmcmc.adaptation.step_size import MAX_NUM_STEPS
 from numpyro_sgmcmc.diagnostics.geometry import FunnelNeck
 from numpyro_sgmcmc.diagnostics.run_data import ConvergenceStats
 from numpyro_sgmcmc.diagnostics.stein_estimates import BiasEstimate, Estimate
@@ -414,10 +415,14 @@ def _recommend_remedy(report: BiasReport, biased_sites: list[SiteBias]) -> str:
                 f"Gradient noise explains it. Fix: double subsample_size, or {halve}; either about "
                 "halves the bias."
             )
+        fold = f"{float(f'{ratio:.1g}'):,.0f}-fold"
+        otherwise = f"reduce step_size {fold}"
+        if ratio * report.num_steps > MAX_NUM_STEPS:
+            otherwise = f"use NUTS (with a step_size {fold} shorter, draws take too many steps)"
         return (
             "Gradient noise explains it. Fix: leave out `step_size` and `gradient_estimator` if "
-            "you set them, or increase subsample_size or reduce step_size "
-            f"{float(f'{ratio:.1g}'):,.0f}-fold; the variance inflation falls in proportion."
+            f"you set them; else increase subsample_size {fold} (to all rows, if these are fewer), "
+            f"or {otherwise}."
         )
     if _is_mean_bias_from_noise(report, biased_sites):
         return (

@@ -51,7 +51,7 @@ from jax import Array, random
 from numpyro.infer import Predictive
 
 from numpyro_sgmcmc.diagnostics.predictive import DrawFunctions, get_evenly_spaced_indices
-from numpyro_sgmcmc.diagnostics.run_data import ConvergenceStats, format_coordinate_names
+from numpyro_sgmcmc.diagnostics.run_data import ConvergenceStats
 from numpyro_sgmcmc.diagnostics.stein_estimates import (
     BiasEstimate,
     BiasMeasurements,
@@ -61,6 +61,7 @@ from numpyro_sgmcmc.diagnostics.stein_estimates import (
     jackknife,
 )
 from numpyro_sgmcmc.errors import InvalidArgumentError
+from numpyro_sgmcmc.model.potential import format_coordinate_names
 from numpyro_sgmcmc.model.preconditioner import Preconditioner
 
 # Values whose gradients make the matrix S: a bound on the time of its inverse at each draw.

@@ -28,7 +28,11 @@ from numpyro_sgmcmc.data.arguments import Arguments
 from numpyro_sgmcmc.errors import InvalidArgumentError, InvalidModelError, ModelWarning
 from numpyro_sgmcmc.model.block_arrow import BlockArrowMatrix
 from numpyro_sgmcmc.model.local_latents import LocalValues
-from numpyro_sgmcmc.model.potential import Potential
+from numpyro_sgmcmc.model.potential import (
+    Potential,
+    format_coordinate_names,
+    get_coordinate_names,
+)
 from numpyro_sgmcmc.model.preconditioner import Preconditioner
 from numpyro_sgmcmc.model.trace import trace_model
 from numpyro_sgmcmc.sampling.bias_monitor import RunningSums
@@ -232,23 +236,6 @@ class RunData:
         constrain = self.kernel.postprocess_fn(self.arguments.args, self.arguments.kwargs)
         unravel = self.kernel.potential.unravel
         return lambda position: constrain(unravel(position))
-
-
-def get_coordinate_names(potential: Potential) -> tuple[tuple[str, str], ...]:
-    """Return site and name of each coordinate of a flat position."""
-    return format_coordinate_names(
-        jax.eval_shape(potential.unravel, jax.ShapeDtypeStruct((potential.dim,), potential.dtype))
-    )
-
-
-def format_coordinate_names(z: Any) -> tuple[tuple[str, str], ...]:
-    """Return site and name of each coordinate, given arrays, or their shapes, by site."""
-    names: list[tuple[str, str]] = []
-    for path, leaf in jax.tree_util.tree_flatten_with_path(z)[0]:
-        site = str(getattr(path[0], "key", "z")) if path else "z"
-        suffixes = (f"[{','.join(map(str, i))}]" if i else "" for i in np.ndindex(leaf.shape))
-        names.extend((site, site + suffix) for suffix in suffixes)
-    return tuple(names)
 
 
 def _unconstrain_draws(

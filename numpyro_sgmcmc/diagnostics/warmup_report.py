@@ -13,9 +13,10 @@ from numpyro.infer import MCMC
 from numpyro_sgmcmc.adaptation import Adaptation
 from numpyro_sgmcmc.adaptation.step_size import MAX_NUM_STEPS
 from numpyro_sgmcmc.diagnostics.diagnosis import format_r_hat
-from numpyro_sgmcmc.diagnostics.run_data import check_has_data, get_coordinate_names
+from numpyro_sgmcmc.diagnostics.run_data import check_has_data
 from numpyro_sgmcmc.dynamics import UnderdampedLangevin
 from numpyro_sgmcmc.errors import InvalidArgumentError, InvalidModelError
+from numpyro_sgmcmc.model.potential import get_coordinate_names
 from numpyro_sgmcmc.model.preconditioner import Preconditioner
 from numpyro_sgmcmc.sampling.kernel import SGMCMCKernel
 

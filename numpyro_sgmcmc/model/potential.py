@@ -576,3 +576,20 @@ def make_function_potential(
         potential_fn=potential_fn,
         unravel_fn=unravel,
     )
+
+
+def get_coordinate_names(potential: Potential) -> tuple[tuple[str, str], ...]:
+    """Return site and name of each coordinate of a flat position."""
+    return format_coordinate_names(
+        jax.eval_shape(potential.unravel, jax.ShapeDtypeStruct((potential.dim,), potential.dtype))
+    )
+
+
+def format_coordinate_names(z: Any) -> tuple[tuple[str, str], ...]:
+    """Return site and name of each coordinate, given arrays, or their shapes, by site."""
+    names: list[tuple[str, str]] = []
+    for path, leaf in jax.tree_util.tree_flatten_with_path(z)[0]:
+        site = str(getattr(path[0], "key", "z")) if path else "z"
+        suffixes = (f"[{','.join(map(str, i))}]" if i else "" for i in np.ndindex(leaf.shape))
+        names.extend((site, site + suffix) for suffix in suffixes)
+    return tuple(names)

@@ -27,6 +27,7 @@ from numpyro_sgmcmc.adaptation.warnings import (
     PendingWarning,
     find_batch_size_warnings,
     find_compensation_warnings,
+    find_long_draw_warnings,
     find_noise_warnings,
     issue_once,
     warn_slow_gradients,
@@ -244,6 +245,37 @@ def test_find_noise_warnings_mean_bias_recommends_batch_size(inputs):
     assert "bias posterior means by 0.6 SD" in str(warning.message)
     batch_size, _, num_steps = read_remedy(warning)
     assert rate * 3.0 / num_steps * 100 / batch_size <= 0.062
+
+
+@pytest.mark.parametrize(
+    ("noise_bias", "discretisation_bias", "cause"),
+    [(8.0, 0.0, "gradient noise"), (0.0, 1e3, "dis")],
+)
+def test_find_long_draw_warnings_names_site_and_cause(noise_bias, discretisation_bias, cause):
+    """Means are biased by 0.06 SD at 400 steps per draw, so that they are within the target."""
+
+    def model(y, batch_size=None):
+        mu = numpyro.sample("mu", dist.Normal(0, 1))
+        scale = numpyro.sample("scale", dist.HalfNormal(1))
+        with numpyro.plate("rows", len(y), subsample_size=batch_size) as i:
+            numpyro.sample("y", dist.Normal(mu, scale), obs=y[i])
+
+    choices = make_choices(
+        make_inputs(model, (jnp.zeros(10),), 5), 0.1, noise_bias, discretisation_bias
+    )
+    (warning,) = find_long_draw_warnings(*choices, 400)
+    assert warning.category is SubsampleSizeWarning
+    assert "takes 400 steps" in warning.message
+    assert f"mean of 'scale' by {cause}" in warning.message
+    assert ("subsample_size=" in warning.fix) == (noise_bias > 0.0)
+    assert "NUTS" in warning.fix
+    assert not [*find_long_draw_warnings(*choices, 200)]
+    given = replace(choices[0], settings=replace(choices[0].settings, num_steps=400))
+    assert not [*find_long_draw_warnings(given, *choices[1:], 400)]
+
+
+def test_find_long_draw_warnings_other_reasons_are_not_reported(inputs):
+    assert not [*find_long_draw_warnings(*make_choices(inputs, 12.0), 500)]
 
 
 def test_find_noise_warnings_discretisation_shortens_steps(inputs):

@@ -215,6 +215,15 @@ def test_large_noise_is_not_fixed_by_halving(noisy_report):
     assert "800-fold" in much
 
 
+def test_noise_of_many_steps_per_draw_is_not_fixed_by_shorter_steps(noisy_report):
+    few, many = (replace(noisy_report, num_steps=n) for n in (10, 400))
+    assert "reduce step_size 8-fold" in with_sd_inflation(few, 0.35).diagnosis
+    diagnosis = with_sd_inflation(many, 0.35).diagnosis
+    assert "8-fold (to all rows" in diagnosis
+    assert "use NUTS" in diagnosis
+    assert "reduce step_size" not in diagnosis
+
+
 @pytest.mark.parametrize(
     ("changes", "keyword"),
     [
