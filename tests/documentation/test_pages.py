@@ -109,6 +109,7 @@ PAGES = {
         "num_samples=10_000": "num_samples=40",
         "num_samples=1000": "num_samples=40",
         '"w"][:, :, 17]': '"beta"][:, :, 1]',
+        'var_names=["w"]': 'var_names=["beta"]',
     },
     "choosing.md": {},
     "batch-size.md": {"50_000": "5_000"},
