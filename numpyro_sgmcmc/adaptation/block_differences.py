@@ -14,7 +14,7 @@ from functools import partial
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax import Array
+from jax import Array, lax
 
 from numpyro_sgmcmc.adaptation.batched_gradients import BulkPositions
 from numpyro_sgmcmc.adaptation.gradient_noise import measure_shared_noise
@@ -84,7 +84,7 @@ def add_differences(
         points[:, coordinate] += step, -step
         _, products = inputs.batched_gradients.large_pass_products(points, probes)
         of_prior = (
-            _compute_prior_products(inputs.potential, inputs.arguments, point, probes)
+            compute_prior_products(inputs.potential, inputs.arguments, point, probes)
             for point in points
         )
         above, below = (
@@ -97,7 +97,7 @@ def add_differences(
 
 
 @partial(jax.jit, static_argnames="potential")
-def _compute_prior_products(
+def compute_prior_products(
     potential: Potential, arguments: Arguments, position: Array, probes: Array
 ) -> Array:
     """Return products of the Hessian of the part that does not depend on the rows, ``(n, d)``."""
@@ -107,4 +107,6 @@ def _compute_prior_products(
         batch = q, indices, arguments
         return potential.value(*batch) - potential.rows_value(*batch)
 
-    return jax.vmap(lambda v: jax.jvp(jax.grad(prior), (position,), (v,))[1])(probes)
+    return lax.map(
+        lambda v: jax.jvp(jax.grad(prior), (position,), (v,))[1], probes.astype(position.dtype)
+    )

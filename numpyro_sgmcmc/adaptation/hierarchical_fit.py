@@ -29,7 +29,11 @@ from typing import Any
 import numpy as np
 from scipy.linalg import hadamard
 
-from numpyro_sgmcmc.adaptation.block_differences import add_differences, add_needed_differences
+from numpyro_sgmcmc.adaptation.block_differences import (
+    add_differences,
+    add_needed_differences,
+    compute_prior_products,
+)
 from numpyro_sgmcmc.adaptation.effect_correlation import (
     EffectCorrelation,
     factorize_inverse_blocks,
@@ -249,6 +253,18 @@ def evaluate_block_arrow(
     return gradient, hessian
 
 
+def _remove_prior(
+    inputs: WarmupInputs, position: np.ndarray, hessian: BlockArrowMatrix
+) -> BlockArrowMatrix:
+    """Return the Hessian of the rows' part of the potential, which minibatches estimate."""
+    layout = hessian.layout
+    cast_position = position.astype(inputs.potential.dtype)
+    products = compute_prior_products(
+        inputs.potential, inputs.arguments, cast_position, layout.make_probes()
+    )
+    return hessian.subtract(BlockArrowMatrix.from_products(layout, np.asarray(products, float)))
+
+
 def _build_preconditioner(
     inputs: WarmupInputs,
     layout: BlockArrowLayout,
@@ -280,7 +296,8 @@ def _build_preconditioner(
         factors, inverse_factors, coupling, shared_factor, layout, low_rank, nesting
     )
     factor = replace(factor, has_strips=has_strips)
-    preconditioner = Preconditioner(conditional.position, factor, gradient, hessian)
+    of_rows = _remove_prior(inputs, conditional.position, hessian)
+    preconditioner = Preconditioner(conditional.position, factor, gradient, of_rows)
     return preconditioner if preconditioner.is_finite() else None
 
 
@@ -300,7 +317,8 @@ def recenter_block_arrow(
     gradient, hessian = evaluate_block_arrow(inputs, layout, center, differences)
     if factor.has_strips:
         factor = replace(factor, coupling=hessian.strips)
-    recentered = Preconditioner(center, factor, gradient, hessian)
+    of_rows = _remove_prior(inputs, center, hessian)
+    recentered = Preconditioner(center, factor, gradient, of_rows)
     return recentered if recentered.is_finite() else None
 
 

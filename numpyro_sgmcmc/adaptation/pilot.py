@@ -471,7 +471,7 @@ def _run_pilot_steps(
                     preconditioner.center,
                     positions[:-1] - preconditioner.center,
                 )
-                _, product = jax.linearize(minibatch.gradient, center)
+                _, product = jax.linearize(partial(minibatch.part_gradient, hessian), center)
                 reference += hessian @ displacements - jax.vmap(product)(displacements)
                 if isinstance(hessian, BlockArrowMatrix):
                     reference = hessian.add_second_order(reference, displacements)

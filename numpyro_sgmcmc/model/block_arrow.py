@@ -51,6 +51,7 @@ _NUM_PROBED_ROWS = 24
 _MIN_GROUPS = 30
 # Bounds on shared parameters, and on effects per group: products that determine the matrix.
 _MAX_SHARED, _MAX_EFFECTS_PER_GROUP = 100, 50
+_MAX_ROUNDING = 1e-5  # of the strips of a difference, relative to the largest of the minuend
 _MAX_UNROLLED_EFFECTS = 8  # effects per group up to which compiled products have no loop
 _PAIRS_PER_LINE = 8  # blocks of pairs of groups: fastest of 4, 8, 16 and 32 on CPUs
 _PROBED_POSITION_SD = 0.3  # about zero in unconstrained space, where gradients are rarely zero
@@ -427,6 +428,20 @@ class BlockArrowMatrix:
             of_effects = of_effects + self.pairs.multiply(effects)
         of_shared = shared @ self.corner + self.strips.sum_over_groups(effects)
         return self.layout.merge(of_effects, of_shared)
+
+    def subtract(self, other: BlockArrowMatrix) -> BlockArrowMatrix:
+        """Return the matrix minus another one without pairs; of strips what is not rounding."""
+        units = np.eye(self.layout.num_shared)
+        strips = self.strips.multiply(units)
+        size = _MAX_ROUNDING * np.abs(strips).max(-1, keepdims=True)
+        strips = strips - other.strips.multiply(units)
+        strips[(np.abs(strips) <= size).all(-1)] = 0.0
+        return replace(
+            self,
+            blocks=self.blocks - other.blocks,
+            strips=SharedStrips.from_dense(strips),
+            corner=self.corner - other.corner,
+        )
 
     def without_values(self) -> BlockArrowMatrix:
         """Return the structure alone: the noise of minibatches does not depend on the values."""

@@ -154,24 +154,16 @@ class Potential:
     def rows_value(
         self, position: Array, indices: Indices, arguments: Arguments, rng_key: Array | None = None
     ) -> Array:
-        """Return the part of :meth:`value` that depends on the rows, without other sites.
+        """Return the part of :meth:`value` that depends on the rows; the rest is not evaluated."""
+        return self.mean_over_shards(
+            lambda shard, *batch: shard._rows_value(position, *batch), indices, arguments, rng_key
+        )
 
-        It is linear in the rows' weights, so that its derivative by them is its value; the prior
-        does not depend on them and is not evaluated.
-        """
-
-        def on_shard(shard: Potential, indices: Indices, *batch: Any) -> Array:
-            all_weights = {}
-            for p in shard.plates:
-                weights = p.row_weights if p.included_rows else np.ones(indices[p.name].shape)
-                all_weights[p.name] = jnp.asarray(weights, self.dtype)
-
-            def with_weights(weights: Any) -> Array:
-                return shard.minibatch_potential(shard.unravel(position), indices, *batch, weights)
-
-            return jax.jvp(with_weights, (all_weights,), (all_weights,))[1]
-
-        return self.mean_over_shards(on_shard, indices, arguments, rng_key)
+    def rows_gradient(
+        self, position: Array, indices: Indices, arguments: Arguments, rng_key: Array | None = None
+    ) -> Array:
+        """Return the gradient of :meth:`rows_value`, shape ``(d,)``."""
+        return self._differentiate(self.rows_value)(position, indices, arguments, rng_key)[1]
 
     def gradient(
         self, position: Array, indices: Indices, arguments: Arguments, rng_key: Array | None = None
@@ -273,6 +265,29 @@ class Potential:
         fn = self._minibatch_value if is_prefetched else self._jitted_value
         return fn(position, indices, arguments, rng_key)
 
+    def _minibatch_rows_value(
+        self, position: Array, indices: Indices, arguments: Arguments, rng_key: Array | None
+    ) -> Array:
+        all_weights = {}
+        for p in self.plates:
+            weights = p.row_weights if p.included_rows else np.ones(indices[p.name].shape)
+            all_weights[p.name] = jnp.asarray(weights, self.dtype)
+
+        def with_weights(weights: Any) -> Array:
+            z = self.unravel(position)
+            return self.minibatch_potential(z, indices, arguments, rng_key, weights)
+
+        # It is linear in the rows' weights, so that its derivative by them is its value. The other
+        # sites do not depend on them.
+        return jax.jvp(with_weights, (all_weights,), (all_weights,))[1]
+
+    def _rows_value(
+        self, position: Array, indices: Indices, arguments: Arguments, rng_key: Array | None
+    ) -> Array:
+        is_prefetched = has_prefetched_rows(arguments)
+        fn = self._minibatch_rows_value if is_prefetched else self._jitted_rows_value
+        return fn(position, indices, arguments, rng_key)
+
     def _minibatch_value_and_grad(
         self, position: Array, indices: Indices, arguments: Arguments, rng_key: Array | None
     ) -> tuple[Array, Array]:
@@ -284,6 +299,10 @@ class Potential:
     def _jitted_value(self) -> Callable[[Array, Indices, Arguments, Array | None], Array]:
         """Compiled potential, traced once for all programs with the same number of rows."""
         return jax.jit(self._minibatch_value, inline=True)
+
+    @cached_property
+    def _jitted_rows_value(self) -> Callable[[Array, Indices, Arguments, Array | None], Array]:
+        return jax.jit(self._minibatch_rows_value, inline=True)
 
     @cached_property
     def _jitted_value_and_grad(self) -> Callable[..., tuple[Array, Array]]:
