@@ -253,7 +253,7 @@ def evaluate_block_arrow(
     return gradient, hessian
 
 
-def _remove_prior(
+def remove_prior(
     inputs: WarmupInputs, position: np.ndarray, hessian: BlockArrowMatrix
 ) -> BlockArrowMatrix:
     """Return the Hessian of the rows' part of the potential, which minibatches estimate."""
@@ -296,7 +296,7 @@ def _build_preconditioner(
         factors, inverse_factors, coupling, shared_factor, layout, low_rank, nesting
     )
     factor = replace(factor, has_strips=has_strips)
-    of_rows = _remove_prior(inputs, conditional.position, hessian)
+    of_rows = remove_prior(inputs, conditional.position, hessian)
     preconditioner = Preconditioner(conditional.position, factor, gradient, of_rows)
     return preconditioner if preconditioner.is_finite() else None
 
@@ -317,7 +317,7 @@ def recenter_block_arrow(
     gradient, hessian = evaluate_block_arrow(inputs, layout, center, differences)
     if factor.has_strips:
         factor = replace(factor, coupling=hessian.strips)
-    of_rows = _remove_prior(inputs, center, hessian)
+    of_rows = remove_prior(inputs, center, hessian)
     recentered = Preconditioner(center, factor, gradient, of_rows)
     return recentered if recentered.is_finite() else None
 

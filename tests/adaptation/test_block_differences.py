@@ -9,6 +9,7 @@ import numpyro.distributions as dist
 import pytest
 
 from numpyro_sgmcmc.adaptation.batched_gradients import BulkPositions
+from numpyro_sgmcmc.adaptation.block_differences import add_differences
 from numpyro_sgmcmc.adaptation.gradient_noise import measure_shared_noise
 from numpyro_sgmcmc.adaptation.hierarchical_fit import fit_hierarchy_from_each, recenter_block_arrow
 from numpyro_sgmcmc.model.block_arrow import find_block_arrow_layout
@@ -16,7 +17,7 @@ from numpyro_sgmcmc.model.gradient_estimators import SecondOrderControlVariate
 from tests.adaptation.inputs import make_inputs
 
 GROUPS, ROWS_PER_GROUP = 200, 4
-ROW_SCALE = 1  # its number: the order of the shared parameters is that of their names
+ROW_SCALE, SCALE = 1, 2  # their numbers: the order of the shared parameters is that of their names
 
 
 def model(group, y, batch_size=None):
@@ -69,3 +70,13 @@ def test_differences_remove_the_noise_and_follow_the_center():
     change = preconditioner.factor.shared_factor @ shift
     ratio = moved.differences.values / hessian.differences.values
     np.testing.assert_allclose(ratio, np.exp(-2.0 * change[ROW_SCALE]), rtol=2e-3)
+
+
+def test_differences_are_those_of_the_rows():
+    """The prior of the effects depends on their scale, the likelihood given them does not."""
+    inputs, preconditioner = fit(20)
+    hessian, steps = preconditioner.reference_hessian, np.full(2, 0.05)
+    columns = ROW_SCALE, SCALE
+    found = add_differences(inputs, preconditioner.center, hessian, columns, steps).differences
+    of_row_scale, of_scale = np.abs(found.values).reshape(2, -1).max(1)
+    assert of_scale < 1e-3 * of_row_scale
