@@ -167,7 +167,11 @@ def _without_shared_options(app, what, name, obj, options, signature, returns):
 # Pages of other projects, by project and object. Their inventories are not read, so that the site
 # builds without a network.
 NUMPYRO, JAX = "https://num.pyro.ai/en/stable", "https://docs.jax.dev/en/latest/_autosummary"
+ARVIZ = "https://python.arviz.org/en/v0.22.0/api/generated"
+PANDAS = "https://pandas.pydata.org/docs/reference/api"
+XARRAY = "https://docs.xarray.dev/en/stable/generated"
 ELSEWHERE = {
+    ("arviz", "InferenceData"): f"{ARVIZ}/arviz.InferenceData.html",
     ("jax", "Array"): f"{JAX}/jax.Array.html",
     ("jax", "Mesh"): f"{JAX}/jax.sharding.Mesh.html",
     ("jax", "jit"): f"{JAX}/jax.jit.html",
@@ -175,7 +179,9 @@ ELSEWHERE = {
     ("numpyro", "MCMC"): f"{NUMPYRO}/mcmc.html#numpyro.infer.mcmc.MCMC",
     ("numpyro", "Predictive"): f"{NUMPYRO}/utilities.html#numpyro.infer.util.Predictive",
     ("numpyro", "reparam"): f"{NUMPYRO}/handlers.html#numpyro.handlers.reparam",
-    ("xarray", "Dataset"): "https://docs.xarray.dev/en/stable/generated/xarray.Dataset.html",
+    ("pandas", "DataFrame"): f"{PANDAS}/pandas.DataFrame.html",
+    ("xarray", "DataTree"): f"{XARRAY}/xarray.DataTree.html",
+    ("xarray", "Dataset"): f"{XARRAY}/xarray.Dataset.html",
 }
 
 

@@ -26,8 +26,9 @@ def open_draws(folder: str | Path) -> Any:
     While the run goes on, these are the draws up to its last checkpoint.
 
     :param folder: the run's ``checkpoint``.
-    :return: ``InferenceData`` for ArviZ 0.x, ``DataTree`` for 1.x, with the groups ``posterior``
-        (unless ``keep_draws=False``) and ``sample_stats``; dimensions ``(chain, draw, ...)``.
+    :return: :class:`arviz.InferenceData` for ArviZ 0.x, :class:`xarray.DataTree` for 1.x, with the
+        groups ``posterior`` (unless ``keep_draws=False``) and ``sample_stats``, of dimensions
+        ``(chain, draw, ...)``.
     :raises FileNotFoundError: where the folder holds no run.
     :raises ImportError: without ArviZ or Zarr.
     """

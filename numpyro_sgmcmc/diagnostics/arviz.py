@@ -127,7 +127,7 @@ def to_arviz(mcmc: MCMC, log_likelihood: Any = False, seed: int = 0) -> Any:
     :param log_likelihood: False (default), True for all rows, a number of random rows, or indices
         of rows, shape ``(n,)``. The indices are the coordinate of the plate.
     :param seed: seed of the random rows.
-    :return: ``InferenceData`` for ArviZ 0.x, ``DataTree`` for 1.x.
+    :return: :class:`arviz.InferenceData` for ArviZ 0.x, :class:`xarray.DataTree` for 1.x.
     :raises ValueError: for a run of another kernel or before a run, and indices out of range.
     :raises ImportError: without ArviZ.
     """

@@ -243,7 +243,7 @@ class BiasReport:
     def add_to(self, data: Any) -> None:
         """Add the report to an ArviZ object as its group ``bias_report``.
 
-        :param data: an ``InferenceData`` (ArviZ 0.23) or a ``DataTree`` (ArviZ 1.x).
+        :param data: :class:`arviz.InferenceData` (0.x) or :class:`xarray.DataTree` (ArviZ 1.x).
         """
         dataset = self.to_dataset()
         if not hasattr(data, "groups"):
