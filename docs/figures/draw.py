@@ -5,6 +5,7 @@ python docs/figures/draw.py
 """
 
 import json
+import re
 import warnings
 from pathlib import Path
 
@@ -332,6 +333,37 @@ def draw_batch_size() -> None:
     figure.savefig(FOLDER / "batch-size.png")
 
 
+# -- benchmarks: seconds until means and SDs are accurate, by the number of rows --
+
+
+def draw_time_to_accuracy() -> None:
+    files = sorted((FOLDER.parents[1] / "benchmarks" / "results").glob("*.json"))
+    *_, table = (
+        t
+        for file in files
+        for t in json.loads(file.read_text())
+        if t["title"] == "CPU seconds to the accuracy"
+    )
+    (_, *methods), *rows = table["rows"]
+    by_rows = {}
+    for problem, *cells in rows:
+        if match := re.fullmatch(r"logistic, ([\d,]+) rows", problem):
+            by_rows[int(match[1].replace(",", ""))] = cells
+    figure, axes = plt.subplots(figsize=(5.6, 3.6))
+    for k, method in enumerate(methods):
+        reached = {n: float(cells[k]) for n, cells in by_rows.items() if re.match(r"\d", cells[k])}
+        if reached:
+            is_ours = method == "SGHMCSplit"
+            style = {"linewidth": 2.5, "zorder": 3} if is_ours else {"linewidth": 1.2}
+            axes.plot(
+                *zip(*reached.items(), strict=True), "o-", markersize=4, label=method, **style
+            )
+    axes.set(xscale="log", yscale="log", xlabel="rows", ylabel="CPU seconds")
+    axes.set_title("Logistic regression: time to accurate means and SDs")
+    axes.legend(fontsize=8, loc="center left", bbox_to_anchor=(1.0, 0.5))
+    figure.savefig(FOLDER / "time-to-accuracy.png")
+
+
 if __name__ == "__main__":
     with plt.style.context(FOLDER / "style.mplstyle"):
         draw_front()
@@ -339,3 +371,4 @@ if __name__ == "__main__":
         draw_control_variates()
         draw_runs()
         draw_batch_size()
+        draw_time_to_accuracy()

@@ -129,6 +129,27 @@ def test_the_pages_have_what_was_kept(benchmarks):
         assert pages.with_tables(text, measured) == text, f"python benchmarks/pages.py, for {page}"
 
 
+# Of benchmarks.md: the first columns' names and the script that prints the numbers.
+TABLES_BY_HAND = {
+    "| likelihood, rows | groups | method |": "time_to_accuracy",
+    "| kernel | integrator |": "kernel_cost",
+    "| model | batch size | chains |": "accelerator",
+    "| run | batch size | wall s |": "accelerator",
+}
+
+
+def test_a_table_is_measured_or_named_with_its_script():
+    page = (FOLDER.parent / "docs" / "benchmarks.md").read_text()
+    by_hand = re.sub(r"<!-- measured: .*?<!-- end -->", "", page, flags=re.DOTALL)
+    heads = re.findall(r"^(\|.*)\n\| ---", by_hand, flags=re.MULTILINE)
+    assert len(heads) == len(TABLES_BY_HAND)
+    for head, (begin, script) in zip(heads, TABLES_BY_HAND.items(), strict=True):
+        assert head.startswith(begin)
+        assert (FOLDER / f"{script}.py").exists()
+        section = by_hand[: by_hand.index(head)].rindex("\n## ")
+        assert f"benchmarks/{script}.py" in by_hand[section:].split("\n## ")[1]
+
+
 def test_table_names_its_commit_and_load(benchmarks):
     import pages
 
