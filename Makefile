@@ -115,6 +115,7 @@ trust: $(VENV)/.installed-benchmarks
 	$(bin)/python benchmarks/trust.py
 	$(bin)/python benchmarks/trust.py --bad --kernels SGHMCSplit
 	$(bin)/python benchmarks/trust.py --rivals
+	$(bin)/python benchmarks/time_to_accuracy.py
 	$(bin)/python benchmarks/gradient_noise.py
 	$(bin)/python benchmarks/tuner.py
 	$(bin)/python benchmarks/large.py

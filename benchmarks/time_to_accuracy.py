@@ -104,11 +104,14 @@ _METHODS = {
     "HMCECS": ["HMCECS"],
     "Laplace": ["Laplace"],
     "Laplace with weights": ["Laplace, importance sampling"],
-    "SVI, mean-field": ["SVI, mean-field, minibatches", "SVI, mean-field, all rows"],
-    "SVI, low-rank": ["SVI, low-rank, minibatches", "SVI, low-rank, all rows"],
-    "SVI, dense": ["SVI, dense, minibatches", "SVI, dense, all rows"],
+    "minibatch SVI, mean-field": ["SVI, mean-field, minibatches"],
+    "minibatch SVI, low-rank": ["SVI, low-rank, minibatches"],
+    "minibatch SVI, dense": ["SVI, dense, minibatches"],
     "pathfinder": ["pathfinder"],
     "NUTS, 10%": ["NUTS, 10% of the rows"],
+    "SVI, mean-field": ["SVI, mean-field, all rows"],
+    "SVI, low-rank": ["SVI, low-rank, all rows"],
+    "SVI, dense": ["SVI, dense, all rows"],
     "gpboost": ["gpboost"],
     "statsmodels": ["statsmodels"],
 }
@@ -621,7 +624,7 @@ def measure(
     set their budget, if it is among the pairs.
     """
     records = read_records(keep)
-    done = {Pair(*r["pair"]) for r in records}
+    done = {Pair(*r["pair"]) for r in records if r["note"] != "stopped"}
     waiting = [pair for pair in pairs if pair not in done]
     ours = {pair[:2] for pair in waiting if pair.method == _OURS}
     end, lock = time.monotonic() + seconds, threading.Lock()
