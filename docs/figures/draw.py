@@ -362,7 +362,7 @@ def draw_time_to_accuracy() -> None:
     axes.set_yticks([5, 10, 20, 50], ["5", "10", "20", "50"])
     axes.yaxis.set_minor_locator(NullLocator())
     axes.set_title("Logistic regression: time to accurate means and SDs")
-    axes.legend(fontsize=8, loc="center left", bbox_to_anchor=(1.0, 0.5))
+    figure.legend(fontsize=8, loc="outside right center")
     figure.savefig(FOLDER / "time-to-accuracy.png")
 
 
