@@ -91,8 +91,8 @@ CASES = {
     "logistic, 10,000 x 2": Case("logistic", 10_000, 2, 1_000_000, 20_000),
     "gaussian, 10,000 x 2, few rows": Case("gaussian", 10_000, 2, 100_000, 4_000),
     "logistic, 10,000 x 2, few rows": Case("logistic", 10_000, 2, 100_000, 4_000),
-    "gaussian, 100,000 x 2": Case("gaussian", 100_000, 2, 1_000_000, 20_000),
-    "logistic, 100,000 x 2": Case("logistic", 100_000, 2, 1_000_000, 20_000),
+    "gaussian, 100,000 x 2": Case("gaussian", 100_000, 2, 1_000_000, 5_000),
+    "logistic, 100,000 x 2": Case("logistic", 100_000, 2, 1_000_000, 5_000),
     "gaussian, 20,000 x 20": Case("gaussian", 20_000, 20, 200_000, 10_000),
     "gaussian, 100,000 x 20": Case("gaussian", 100_000, 20, 1_000_000, 20_000),
 }
