@@ -69,25 +69,31 @@ TABLES = Size(
         "SGHMCSplit, no arguments": (Run(SGHMCSplit, 100, 4, 400, 100, gain=2.0),),
     },
 )
-# As many passes in all as the ensemble has: 16 of Adam and 4 of the chain, or 18 and 2, five times.
-_COLD = ((0.3, 0.1, 0.0005), (0.3, 0.03, 0.0003), (0.3, 0.01, 0.00015), (1.0, 0.03, 0.0003))
+# As many passes in all as the ensemble has, 20 for each chain: Adam, then cycles.
+_CYCLES = ((12, 4, 0.02), (4, 16, 0.04))
 IMAGES = Size(
     seeds=1,
     epochs=20,
     batch=128,
     decay=1.0,
-    rates=(0.003, 0.01, 0.03),
+    rates=(0.005, 0.01, 0.02, 0.04),
     decays=(0.1, 0.3, 1.0, 3.0),
     drops=(0.02, 0.05, 0.15),
     runs={
-        "SGHMCSplit, cold": (
-            *(
-                Run(
-                    SGHMCSplit, 1000, 5, 3, 9, step, 20, Training(16, 128, 0.01, decay), temperature
-                )
-                for decay, temperature, step in _COLD
-            ),
-            Run(SGHMCSplit, 1000, 5, 1, 5, 0.0003, 20, Training(18, 128, 0.01, 0.3), 0.03),
+        "SGHMCSplit, cycles": tuple(
+            Run(
+                SGHMCSplit,
+                128,
+                5,
+                warmup=0,
+                draws=(20 - begun) // cycle,
+                step_size=step,
+                start=Training(begun, 128, 0.02, 0.3),
+                temperature=0.03,
+                decay=0.3,
+                cycle=cycle,
+            )
+            for begun, cycle, step in _CYCLES
         ),
         "SGHMCSplit, T = 1": tuple(
             Run(SGHMCSplit, 1000, 5, 5, 10, step, 60, Training(5, 128, 0.01, 1.0))
@@ -247,7 +253,10 @@ def quick(size: Size) -> Size:
         decays=(0.1, 0.3),
         drops=(0.1,),
         seeds=2,
-        runs={"SGHMCSplit, T chosen": own},
+        runs={
+            "SGHMCSplit, T chosen": own,
+            "SGHMCSplit, cycles": (Run(SGHMCSplit, 20, 2, 0, 2, 0.02, start=start, cycle=2),),
+        },
     )
 
 

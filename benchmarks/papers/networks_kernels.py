@@ -11,11 +11,14 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax import random
+from jax import lax, random
+from jax.flatten_util import ravel_pytree
 from networks_data import Data
 from networks_rivals import Training, train
 from networks_task import Scores, Task, of_classes, of_numbers
 from numpyro.infer import MCMC
+
+from numpyro_sgmcmc import schedules
 
 
 class Run(NamedTuple):
@@ -31,6 +34,9 @@ class Run(NamedTuple):
       with no arguments.
     - **temperature** - of the posterior, prior and likelihood.
     - **gain** - of the prior, where it is not the task's.
+    - **decay** - precision of the prior.
+    - **cycle** - passes of a cosine cycle of step sizes, at whose end there is a draw. The mass
+      matrix is then that of :func:`cyclical`, and the step size like a rate of Adam.
     """
 
     kernel: Callable
@@ -43,16 +49,19 @@ class Run(NamedTuple):
     start: Training | None = None
     temperature: float = 1.0
     gain: float | None = None
+    decay: float = 1.0
+    cycle: int = 0
 
     def of(self, task: Task) -> Task:
         """The task with the run's temperature and prior."""
-        return _with(task, self.temperature, task.gain if self.gain is None else self.gain)
+        gain = task.gain if self.gain is None else self.gain
+        return _with(task, self.temperature, gain, self.decay)
 
 
 @cache
-def _with(task: Task, temperature: float, gain: float) -> Task:
+def _with(task: Task, temperature: float, gain: float, decay: float) -> Task:
     # One object for all splits: programs are compiled anew for each object's model.
-    return task._replace(temperature=temperature, gain=gain)
+    return task._replace(temperature=temperature, gain=gain, decay=decay)
 
 
 def sample(
@@ -66,7 +75,9 @@ def sample(
     if run.start is not None and begun is None:
         begun = starts(task, data, run, seed)
     given: dict[str, Any] = {}
-    if run.step_size is not None:
+    if run.cycle:
+        given = cyclical(task, data, run, begun)
+    elif run.step_size is not None:
         given = {
             "step_size": run.step_size,
             "num_steps": run.num_steps,
@@ -94,6 +105,37 @@ def sample(
         )
     draws: dict[str, Any] = mcmc.get_samples()
     return draws
+
+
+def cyclical(task: Task, data: Data, run: Run, begun: Any) -> dict[str, Any]:
+    """Settings of a kernel with cycles of step sizes, preconditioned as Adam is.
+
+    With friction x step size = 0.1, the momentum keeps 0.9 of itself in a step. The mass matrix has
+    the root mean square of minibatch gradients at the chains' starts, at least a tenth of its mean
+    over all weights.
+    """
+    x, y = jnp.asarray(data.x), jnp.asarray(data.y)
+    step_size, loss = 0.01, 0.1  # their product with the mass matrix matters alone
+    rows = jnp.arange(100 * run.batch).reshape(100, run.batch) % len(y)
+    slope = jax.grad(lambda w, i: task.loss(w, x[i], y[i], None, 0.0))
+
+    def add(total: Any, i: Any) -> tuple[Any, None]:
+        slopes = jax.vmap(slope, (0, None))(begun, i)
+        return jax.tree.map(lambda t, g: t + jnp.square(g).mean(0), total, slopes), None
+
+    total, _ = lax.scan(add, jax.tree.map(lambda w: jnp.zeros(w.shape[1:]), begun), rows)
+    root = jnp.sqrt(ravel_pytree(total)[0] / len(rows))
+    assert run.step_size is not None
+    scale = run.step_size * run.temperature * loss / (len(y) * step_size**2)
+    num_steps = run.cycle * (len(y) // run.batch)
+    return {
+        "step_size": schedules.Cyclical(step_size, period=num_steps),
+        "num_steps": num_steps,
+        "friction": loss / step_size,
+        "inverse_mass_matrix": scale / (root + 0.1 * root.mean()),
+        "gradient_estimator": "minibatch",
+        "subsampling": "contiguous",  # the images are in random order
+    }
 
 
 def starts(task: Task, data: Data, run: Run, seed: int) -> dict[str, Any]:

@@ -34,12 +34,14 @@ class Task(NamedTuple):
     - **gain** - the prior's SD of a unit's output for inputs of size one.
     - **has_classes** - whether outputs are logits of classes, or else the mean of a normal number.
     - **temperature** - of the posterior, prior and likelihood.
+    - **decay** - precision of the prior.
     """
 
     sizes: tuple[int, ...]
     gain: float
     has_classes: bool
     temperature: float = 1.0
+    decay: float = 1.0
 
     def from_prior(self, key: Array) -> dict[str, Array]:
         """A draw of the weights."""
@@ -86,7 +88,8 @@ class Task(NamedTuple):
     def model(self, x: Array, y: Array, batch_size: int | None = None) -> None:
         """Model for a kernel. The SD of a number has a half-normal prior."""
         with numpyro.handlers.scale(scale=1.0 / self.temperature):
-            weights = sample_weights(self.sizes)
+            with numpyro.handlers.scale(scale=self.decay):
+                weights = sample_weights(self.sizes)
             sd = None if self.has_classes else numpyro.sample("sd", dist.HalfNormal(1.0))
             with numpyro.plate("rows", len(y), subsample_size=batch_size) as i:
                 f = self.network(weights, x[i])
