@@ -177,5 +177,6 @@ def test_a_small_part_of_everything(monkeypatch, capsys):
     tables = [line for line in capsys.readouterr().out.splitlines() if line.startswith("| ")]
     names = [line.split("|")[1].strip() for line in tables]
     assert names.count("SGHMCSplit, T chosen") == 2
-    assert len(names) == 2 * 8
+    assert names.count("SGHMCSplit, cycles") == 2
+    assert len(names) == 2 * 9
     assert "nan" not in "".join(tables)
