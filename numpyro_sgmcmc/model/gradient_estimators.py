@@ -12,7 +12,8 @@ With :math:`\tilde U` the minibatch potential, :math:`U` the full-data potential
 - :class:`SecondOrderControlVariate`: the first-order expansion of :math:`\nabla\tilde U` about the
   reference point is replaced by that of :math:`\nabla U`, which needs the full-data Hessian. Its
   noise SD grows with :math:`|\theta - \hat\theta|^2`. It is for models with few coordinates in
-  which a few influential observations determine one of them, and for hierarchies. There the
+  which a few influential observations determine one of them, and for hierarchies. There
+  both Hessians are of the rows' part of the potential, since the prior has no noise, and the
   gradient of some shared parameters, such as the scale of the rows, is expanded to second order in
   the effects, of which it sums the squares (:class:`~.block_arrow.BlockDifferences`).
 
@@ -56,8 +57,9 @@ class Minibatch:
         return self.potential.rows_value(position, self.indices, self.arguments, self.rng_key)
 
     def part_gradient(self, hessian: Any, position: Array) -> Array:
-        """Return the gradient of the part of the potential that has a Hessian: of
-        block-arrow matrices the rows' part, so that a step evaluates the prior once.
+        """Return the gradient of the part of the potential of which a Hessian is.
+
+        A block-arrow matrix is that of the rows' part, so that a step evaluates the prior once.
         """
         of_rows = isinstance(hessian, BlockArrowMatrix)
         fn = self.potential.rows_gradient if of_rows else self.potential.gradient

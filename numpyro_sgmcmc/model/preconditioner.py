@@ -34,8 +34,8 @@ class Preconditioner(NamedTuple):
     # full-data gradient at the center in model coordinates, shape `(d,)`; None where only the map
     # is needed
     reference_gradient: Any = None
-    # full-data Hessian at the center in model coordinates, shape `(d, d)`, or a `BlockArrowMatrix`;
-    # None unless an estimator needs it
+    # full-data Hessian at the center in model coordinates, shape `(d, d)`, or a `BlockArrowMatrix`
+    # of the part that depends on the rows; None unless an estimator needs it
     reference_hessian: Any = None
     # for a diagonal D: a `LowRankFactor` that makes it `L = D (I + U (S - I) U^T)`, or None
     low_rank: LowRankFactor | None = None
