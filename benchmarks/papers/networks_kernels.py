@@ -115,7 +115,8 @@ def cyclical(task: Task, data: Data, run: Run, begun: Any) -> dict[str, Any]:
     over all weights.
     """
     x, y = jnp.asarray(data.x), jnp.asarray(data.y)
-    step_size, loss = 0.01, 0.1  # their product with the mass matrix matters alone
+    # The mass matrix is in units of this step size, so that its value does not matter.
+    step_size, momentum_decay = 0.01, 0.1
     rows = jnp.arange(100 * run.batch).reshape(100, run.batch) % len(y)
     slope = jax.grad(lambda w, i: task.loss(w, x[i], y[i], None, 0.0))
 
@@ -126,12 +127,12 @@ def cyclical(task: Task, data: Data, run: Run, begun: Any) -> dict[str, Any]:
     total, _ = lax.scan(add, jax.tree.map(lambda w: jnp.zeros(w.shape[1:]), begun), rows)
     root = jnp.sqrt(ravel_pytree(total)[0] / len(rows))
     assert run.step_size is not None
-    scale = run.step_size * run.temperature * loss / (len(y) * step_size**2)
+    scale = run.step_size * run.temperature * momentum_decay / (len(y) * step_size**2)
     num_steps = run.cycle * (len(y) // run.batch)
     return {
         "step_size": schedules.Cyclical(step_size, period=num_steps),
         "num_steps": num_steps,
-        "friction": loss / step_size,
+        "friction": momentum_decay / step_size,
         "inverse_mass_matrix": scale / (root + 0.1 * root.mean()),
         "gradient_estimator": "minibatch",
         "subsampling": "contiguous",  # the images are in random order

@@ -102,10 +102,13 @@ def compute_prior_products(
 ) -> Array:
     """Return products of the Hessian of the part that does not depend on the rows, ``(n, d)``."""
     indices = {p.name: jnp.zeros(1, jnp.int32) for p in potential.plates}
+    weights = {p.name: jnp.zeros(1, potential.dtype) for p in potential.plates}
 
     def prior(q: Array) -> Array:
-        batch = q, indices, arguments
-        return potential.value(*batch) - potential.rows_value(*batch)
+        # Rows of weight zero: with a row, its terms times the number of rows would be rounded.
+        return potential.minibatch_potential(
+            potential.unravel(q), indices, arguments, None, weights
+        )
 
     return lax.map(
         lambda v: jax.jvp(jax.grad(prior), (position,), (v,))[1], probes.astype(position.dtype)

@@ -9,7 +9,10 @@ import numpyro.distributions as dist
 import pytest
 
 from numpyro_sgmcmc.adaptation.batched_gradients import BulkPositions
-from numpyro_sgmcmc.adaptation.block_differences import add_differences
+from numpyro_sgmcmc.adaptation.block_differences import (
+    add_differences,
+    compute_prior_products,
+)
 from numpyro_sgmcmc.adaptation.gradient_noise import measure_shared_noise
 from numpyro_sgmcmc.adaptation.hierarchical_fit import fit_hierarchy_from_each, recenter_block_arrow
 from numpyro_sgmcmc.model.block_arrow import find_block_arrow_layout
@@ -80,3 +83,14 @@ def test_differences_are_those_of_the_rows():
     found = add_differences(inputs, preconditioner.center, hessian, columns, steps).differences
     of_row_scale, of_scale = np.abs(found.values).reshape(2, -1).max(1)
     assert of_scale < 1e-3 * of_row_scale
+
+
+def test_products_of_the_prior_have_no_rounding_of_rows():
+    inputs, preconditioner = fit(20)
+    layout = preconditioner.reference_hessian.layout
+    center = preconditioner.center.astype(np.float32)
+    probes = layout.make_probes(with_shared=False)
+    products = compute_prior_products(inputs.potential, inputs.arguments, center, probes)
+    scale = np.exp(layout.take_shared(center)[SCALE])
+    blocks = layout.make_blocks(np.asarray(products, float))
+    np.testing.assert_allclose(blocks, np.full((1, 1, GROUPS), scale**-2.0), rtol=2e-6)
