@@ -36,8 +36,9 @@ from numpyro_sgmcmc.errors import (
     warn_user,
 )
 
-# Version of the manifest and of the state's structure. Draws on disk are the same since format 1.
-_FORMAT_VERSION = 7
+# Version of the manifest and of the state, its structure and meaning. Draws on disk are the same
+# since format 1. Format 8: Hessians of hierarchies are those of the rows' part of the potential.
+_FORMAT_VERSION = 8
 # Checkpoints kept: the second one is used where the newest is damaged.
 _MAX_CHECKPOINTS = 2
 # Digits of a checkpoint's folder, so that names sort as numbers do.
