@@ -2,7 +2,7 @@
 
 A bar appears once the work takes longer than a few seconds, in a log file after half a minute.
 Passes are counted in rows that the largest :class:`HostArray` has read; for data in memory no rows
-are counted. No bar appears in a run with ``MCMC(..., progress_bar=False)``.
+are counted. No bar appears in a run with ``MCMC(..., progress_bar=False)``, or in its diagnostics.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ class ProgressReporter:
 
 def _open_bar(log_interval: float = _LOG_INTERVAL_SECONDS, **options: Any) -> tqdm:
     """Open a bar on a terminal or in a notebook, or lines in a log file."""
-    if _is_in_run_without_bar():
+    if not _is_bar_wanted():
         return tqdm(disable=True)
     bar = tqdm_auto(delay=_DISPLAY_DELAY_SECONDS, leave=False, disable=None, **options)
     if bar.disable:
@@ -56,18 +56,23 @@ def _open_bar(log_interval: float = _LOG_INTERVAL_SECONDS, **options: Any) -> tq
     return bar
 
 
-def _is_in_run_without_bar() -> bool:
-    """Return whether ``progress_bar`` is False in the calling MCMC object.
+def _is_bar_wanted() -> bool:
+    """Return whether ``progress_bar`` is True in the MCMC object that runs, or is diagnosed.
 
-    NumPyro does not pass it to kernels, so that it is read from the frames of the call.
+    NumPyro does not pass it to kernels, so that it is read from the frames of the call: it is the
+    ``self`` of a method, or the argument ``mcmc`` of a function of this package.
     """
     frame: FrameType | None = sys._getframe(1)
-    is_without = False
+    is_wanted = True
     while frame is not None:
-        if isinstance(caller := frame.f_locals.get("self"), MCMC):
-            is_without = not caller.progress_bar
+        callers = [frame.f_locals.get("self")]
+        if frame.f_globals.get("__name__", "").startswith("numpyro_sgmcmc."):
+            callers.append(frame.f_locals.get("mcmc"))
+        for caller in callers:
+            if isinstance(caller, MCMC):
+                is_wanted = caller.progress_bar
         frame = frame.f_back
-    return is_without
+    return is_wanted
 
 
 @contextmanager

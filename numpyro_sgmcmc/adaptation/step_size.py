@@ -79,6 +79,8 @@ _NUM_SIMULATED_COORDINATES, _SIMULATED_CHAINS, _SIMULATED_STEPS = 4096, (4, 1024
 class PredictedMeanBias(NamedTuple):
     """Bias of the posterior means, in posterior SDs, as a function of the step size.
 
+    Coordinates are those of the model, not the preconditioned ones.
+
     - **noise_bias_per_step_size** - bias by gradient noise over the step size, shape ``(d,)``.
     - **bias_per_variance_inflation** - bias by the discretisation error over the variance
       inflation that it makes, shape ``(d,)``.
@@ -114,7 +116,7 @@ class PredictedMeanBias(NamedTuple):
         return self.find_largest(step_size, batch_size_factor)[1]
 
     def find_largest(self, step_size: float, batch_size_factor: float = 1.0) -> tuple[int, float]:
-        """Return the coordinate with the largest bias, and that bias."""
+        """Return the model coordinate with the largest bias, and that bias."""
         variance_inflation = (
             self.variance_inflation * (step_size / self.reference_step_size) ** self.order
         )

@@ -209,6 +209,21 @@ def test_mean_bias_per_inflation_shared_scale_adds_over_effects():
     assert expected * 1.02 < found[0] < 0.9 * expected
 
 
+def test_mean_bias_is_that_of_model_coordinates():
+    """The first of two correlated coordinates is skewed; the preconditioned ones mix both."""
+    gradients = function_gradients(
+        lambda q: 0.1 * q[0] ** 3 + jnp.square(q).sum() / 2, 2, num_bias_probes=4_000
+    )
+    factor = np.array([[0.2, 1.0], [1.0, 0.2]])
+    preconditioner = Preconditioner(np.zeros(2), factor, np.zeros(2))
+    bulk = BulkPositions(gradients, preconditioner, np.zeros((8, 2)))
+    found = predict_mean_bias_per_variance_inflation(bulk, rng())
+    covariance = factor @ factor.T
+    expected = -0.3 * covariance[0, 0] * covariance[0] / np.sqrt(np.diag(covariance))
+    assert np.all(expected < found)
+    assert np.all(found < 0.9 * expected)
+
+
 def test_mean_bias_gaussian_posterior_is_zero():
     def model(y, batch_size=None):
         mu = numpyro.sample("mu", dist.Normal(0, 10))
