@@ -38,11 +38,6 @@ def model(X, y, batch_size=None):
     with numpyro.plate("rows", len(y), subsample_size=batch_size) as i:
         numpyro.sample("y", dist.Bernoulli(logits=X[i] @ beta), obs=y[i])
 """
-SHORT_RUN = """
-mcmc = MCMC(SGHMCSplit(model), num_warmup=20, num_samples=100, num_chains=2,
-            chain_method="vectorized", progress_bar=False)
-mcmc.run(jax.random.key(0), X, y, batch_size=100)
-"""
 TOPICS = """
 words = jax.random.randint(jax.random.key(0), (500,), 0, 6)
 
@@ -66,9 +61,6 @@ BEFORE = {  # what a page takes for granted, or one of its blocks
     "choosing.md": IMPORTS + ROWS,
     ("choosing.md", 0): TOPICS,
     ("choosing.md", 1): "K = 3; numpyro.handlers.seed(rng_seed=0).__enter__()",
-    ("choosing.md", 2): MODEL,
-    ("choosing.md", 3): SHORT_RUN
-    + "X_new = X[:5]\nnetwork = lambda draw, X: jax.nn.sigmoid(X @ draw['beta'])",
     "discrete-latents.md": IMPORTS + "from numpyro.contrib.control_flow import scan",
     ("discrete-latents.md", 3): ROWS + KINDS,
     "faq.md": IMPORTS,
