@@ -205,6 +205,31 @@ def _invert_cholesky(blocks: np.ndarray) -> np.ndarray:
     return inverse
 
 
+def make_symmetric_factors(factors: np.ndarray, prior_precisions: np.ndarray) -> np.ndarray:
+    r"""Return the factors of the same covariances that are symmetric in units of the prior's SDs.
+
+    Of all factors F of a group's covariance :math:`\Sigma`, this one changes nearest to diagonally,
+    :math:`dF \approx F\,\mathrm{diag}`, when the prior's SD of an effect changes, so that a trend
+    of SDs describes most of the change.
+
+    :param factors: of shape ``(k, k, G)``.
+    :param prior_precisions: of each effect, shape ``(k, G)``; where there is none, units of the
+        posterior's SDs.
+    """
+    if len(factors) == 1:
+        return factors
+    prior_sds = 1.0 / np.sqrt(np.where(prior_precisions > 0.0, prior_precisions, np.inf))
+    scales = np.where(prior_sds > 0.0, prior_sds, np.sqrt(np.square(factors).sum(1)))
+    return map_groups(_make_symmetric, factors, scales)
+
+
+def _make_symmetric(factors: np.ndarray, scales: np.ndarray) -> np.ndarray:
+    scaled = np.moveaxis(factors / scales[:, None], 2, 0)
+    eigenvalues, vectors = np.linalg.eigh(scaled @ scaled.swapaxes(1, 2))
+    root = (vectors * np.sqrt(np.abs(eigenvalues))[:, None]) @ vectors.swapaxes(1, 2)
+    return np.moveaxis(root, 0, 2) * scales[:, None]
+
+
 def map_groups(fn: Callable[..., np.ndarray], *arrays: np.ndarray) -> np.ndarray:
     """Return a function of arrays whose last axis is that of groups, some groups in each thread."""
     num_groups = arrays[0].shape[-1]

@@ -38,6 +38,7 @@ from numpyro_sgmcmc.adaptation.effect_correlation import (
     EffectCorrelation,
     factorize_inverse_blocks,
     find_nesting,
+    make_symmetric_factors,
     map_groups,
     sum_row_couplings,
 )
@@ -291,12 +292,14 @@ def _build_preconditioner(
         remaining = EffectCorrelation.create(others, factors)
         low_rank = None if remaining is None else remaining.fit_low_rank()
         nesting = nesting if nesting.coupling.any() else None
+    of_rows = remove_prior(inputs, conditional.position, hessian)
+    if pairs is None:
+        factors = make_symmetric_factors(factors, np.diagonal(hessian.blocks - of_rows.blocks).T)
     inverse_factors = np.moveaxis(np.linalg.inv(np.moveaxis(factors, 2, 0)), 0, 2)
     factor = BlockArrowFactor(
         factors, inverse_factors, coupling, shared_factor, layout, low_rank, nesting
     )
     factor = replace(factor, has_strips=has_strips)
-    of_rows = remove_prior(inputs, conditional.position, hessian)
     preconditioner = Preconditioner(conditional.position, factor, gradient, of_rows)
     return preconditioner if preconditioner.is_finite() else None
 
