@@ -4,7 +4,7 @@
 ``trust_problems.py`` and compares them with long NUTS runs. ``--bad`` runs one kernel with
 deliberately wrong settings and counts the reports that detect this; ``--rivals`` runs other
 methods. Coordinates are compared in unconstrained space. With ``--save FILE`` each run is stored in
-the file when it ends, and is not run again; ``trust_figure.py`` plots the runs of a file.
+the file when it ends, and is not run again.
 """
 
 from __future__ import annotations

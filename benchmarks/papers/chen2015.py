@@ -117,7 +117,7 @@ MARKERS = {"full": "o", "iid": "s", "epoch": "^"}
 
 
 def draw(biases: dict[tuple[str, str], Curve], long: Rates, short: Rates) -> Any:
-    figure, axes = plt.subplots(1, 3, figsize=(15, 5), layout="constrained")
+    figure, axes = plt.subplots(1, 3, figsize=(10, 4))
     draw_invariant(axes[0], biases)
     draw_rates(axes[1], "bias", "decreasing", long, short)
     draw_rates(axes[2], "MSE", "fixed", long, short)
@@ -162,6 +162,7 @@ def draw_rates(ax: Any, criterion: str, kind: str, long: Rates, short: Rates) ->
     low = min(abs(c.exact[0]) for c in long[criterion, "full", kind])
     draw_theory(ax, EXACT_STOPS[[0, -1]], low / 3, exponent, text)
     ax.set(xscale="log", yscale="log", xlabel="steps L", xlim=(70, 5e6))
+    ax.set_ylim(bottom=1e-5 * low)  # space for the legend
     ax.set(ylabel={"bias": "|bias| / variance", "MSE": "MSE / variance²"}[criterion])
     ax.set(title=f"{criterion[0].upper() + criterion[1:]}, {kind} steps (Fig. 2)")
     ax.legend(fontsize=8, loc="lower left", title="solid: full\ndotted: iid", title_fontsize=8)

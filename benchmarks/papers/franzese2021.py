@@ -66,7 +66,7 @@ def plot(
     itself: Mean,
     drawn_sizes: Sequence[float],
 ) -> Any:
-    figure, axes = plt.subplots(2, 2, figsize=(11, 8.5), layout="constrained")
+    figure, axes = plt.subplots(2, 2, figsize=(9, 7))
     ax = axes[0, 0]
     styles = (("C3", "o-"), ("C0", "o-"), ("C2", "x:"))
     for (name, errors), (color, style) in zip(toy_errors.items(), styles, strict=True):
@@ -74,6 +74,7 @@ def plot(
     guide(ax, toy_sizes, toy_errors["with replacement"][0] * 0.5, 1)
     guide(ax, toy_sizes, toy_errors["permuted, ends"][0] * 0.4, 3)
     ax.set(title="two points, exact integrator", ylabel="relative error of the variance")
+    ax.set_ylim(top=30)  # space for the legend
     for ax, way in ((axes[0, 1], "full batch"), (axes[1, 0], "permuted, ends")):
         for integrator, errors in found.items():
             values = np.array([e.predictive for e in errors[way]])

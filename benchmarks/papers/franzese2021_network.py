@@ -13,13 +13,11 @@ from typing import Any, NamedTuple, TypeAlias
 
 import jax
 import jax.numpy as jnp
-import matplotlib.pyplot as plt
 import numpy as np
 import output
 from franzese2021_chains import draws
 from franzese2021_data import Split, load, make_model, network, split
 from jax import Array, random
-from matplotlib.ticker import NullFormatter
 from numpyro.infer import MCMC, NUTS, init_to_sample
 from standard_errors import Mean
 
@@ -212,49 +210,6 @@ def print_curves(found: dict[tuple[str, str], Curves], size: Size) -> None:
         )
 
 
-def plot(found: dict[tuple[str, str], Curves], own: np.ndarray, size: Size) -> Any:
-    """A row for what varies, a column for each minibatch."""
-    figure, axes = plt.subplots(
-        2, 3, figsize=(11, 6.2), sharex=True, sharey=True, layout="constrained"
-    )
-    titles = {"integrator": "integrator", "length": "Lie-Trotter, $N_l$", "friction": "leapfrog, C"}
-    for (what, name), curves in found.items():
-        ax = axes[int(name == "all rows"), list(titles).index(what)]
-        colors = plt.get_cmap("viridis")(np.linspace(0.0, 0.92, len(curves)))
-        for k, (value, cells) in enumerate(curves.items()):
-            x = np.array(size.step_sizes[: len(cells)])
-            y = np.array([c.distance for c in cells])
-            color = f"C{k}" if what == "integrator" else colors[k]
-            # What diverges is as far away as can be.
-            is_there = np.isfinite(y)
-            ax.plot(
-                x,
-                np.where(is_there, y, 1.0),
-                "-",
-                color=color,
-                lw=1.2,
-                label=f"{value:g}" if what != "integrator" else value,
-            )
-            ax.plot(x[is_there], y[is_there], "o", color=color, ms=4)
-            ax.plot(x[~is_there], np.ones((~is_there).sum()), "x", color=color, ms=6)
-        ax.axhspan(*np.quantile(own, (0.05, 0.95)), color="grey", alpha=0.3, lw=0)
-        ax.set(title=f"{name}: {titles[what]}", xscale="log", yscale="log", ylim=(0.04, 1.2))
-        ax.xaxis.set_minor_formatter(NullFormatter())
-        ax.yaxis.set_minor_formatter(NullFormatter())
-        ax.minorticks_off()
-        ax.set_xticks(size.step_sizes, [f"{h:g}" for h in size.step_sizes], fontsize=8)
-        ax.set_yticks([0.05, 0.1, 0.2, 0.5, 1.0], ["0.05", "0.1", "0.2", "0.5", "1"])
-        if name != "all rows":
-            ax.legend(fontsize=8, frameon=False, loc="upper left")
-    for ax in axes[1]:
-        ax.set_xlabel("step size h")
-    for ax in axes[:, 0]:
-        ax.set_ylabel("distance to the oracle")
-        ax.text(size.step_sizes[0], 0.057, "self-distance", ha="right", va="top", fontsize=8)
-        ax.text(size.step_sizes[1], 1.0, "diverges ", ha="right", va="center", fontsize=8)
-    return figure
-
-
 def library(oracle: Oracle, size: Size, h: float = 0.01) -> None:
     """Run the kernel with all settings given, and evaluate it as a user would."""
     kernel = SHMC(
@@ -287,14 +242,11 @@ def library(oracle: Oracle, size: Size, h: float = 0.01) -> None:
 
 
 def experiment(size: Size) -> None:
-    """Figures 8 to 10, a table for each split; the figure is the first split's."""
+    """Print tables of figures 8 to 10 for each split."""
     table = load("Boston")
     for seed in range(size.splits):
         oracle = Oracle(split(table, seed), size, seed)
         own = oracle.self_distance
         print(f"self-distance {own.value:.3f}, SD {own.error:.3f}", flush=True)
         library(oracle, size)
-        found = explore(oracle, size)
-        print_curves(found, size)
-        if seed == 0 and size is not QUICK:
-            output.save(plot(found, oracle.own, size), "franzese2021_network")
+        print_curves(explore(oracle, size), size)

@@ -232,7 +232,7 @@ def plot(
     lengths: Sequence[int],
     num_bins: int,
 ) -> Any:
-    figure, axes = plt.subplots(2, 2, figsize=(11, 8.5), layout="constrained")
+    figure, axes = plt.subplots(2, 2, figsize=(9, 7))
     panels = zip(axes[0], targets, found, step_sizes, (3.2, 2.0), (2, 1), strict=True)
     for ax, target, runs, sizes, reach, at in panels:
         plot_density(ax, target, {name: r[at] for name, r in runs.items()}, reach)

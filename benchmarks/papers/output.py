@@ -13,9 +13,14 @@ import jax
 import matplotlib as mpl
 
 mpl.use("Agg")
-sys.path.insert(0, str(Path(__file__).parents[2]))
 
-FIGURES = Path(__file__).parents[2] / "docs" / "papers"
+import matplotlib.pyplot as plt
+
+DOCS = Path(__file__).parents[2] / "docs"
+FIGURES = DOCS / "papers"
+
+plt.style.use(DOCS / "figures/style.mplstyle")
+sys.path.insert(0, str(Path(__file__).parents[2]))
 
 
 def arguments(description: str | None, *others: str) -> argparse.Namespace:
@@ -52,5 +57,5 @@ def save(figure: Any, name: str) -> None:
     """Write a figure to ``docs/papers/NAME.png``."""
     FIGURES.mkdir(exist_ok=True)
     path = FIGURES / f"{name}.png"
-    figure.savefig(path, dpi=110, bbox_inches="tight")
-    print(f"figure: {path.relative_to(FIGURES.parents[1])}")
+    figure.savefig(path)
+    print(f"figure: {path.relative_to(DOCS.parent)}")

@@ -24,7 +24,6 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
-import matplotlib.pyplot as plt
 import numpy as np
 import output
 import topics_model
@@ -159,8 +158,8 @@ def shown(outcomes: list[Outcome]) -> str:
     return f"{value} ({often:.0%} diverge)" if often else value
 
 
-def print_results(found: dict[str, dict], seen: np.ndarray) -> dict[str, list[Outcome]]:
-    """Tables of the best settings, and of all of them; the best runs."""
+def print_results(found: dict[str, dict], seen: np.ndarray) -> None:
+    """Print tables of the best settings, and of all of them."""
     best = {name: min(runs, key=lambda k, r=runs: mean_of(r[k])) for name, runs in found.items()}
     early = np.searchsorted(seen, seen[-1] / 3)
     output.print_table(
@@ -189,16 +188,6 @@ def print_results(found: dict[str, dict], seen: np.ndarray) -> dict[str, list[Ou
                 for f in dict.fromkeys(f for _, f in runs)
             ],
         )
-    return {name: found[name][k] for name, k in best.items()}
-
-
-def draw(best: dict[str, list[Outcome]], seen: np.ndarray) -> Any:
-    figure, ax = plt.subplots(figsize=(6.5, 4.2), layout="constrained")
-    for name, outcomes in best.items():
-        ax.plot(seen, np.mean([o.path for o in outcomes], 0), marker="o", ms=3, label=name)
-    ax.set(xlabel="documents seen", ylabel="perplexity of held-out words")
-    ax.legend(fontsize=8, frameon=False)
-    return figure
 
 
 def main() -> None:
@@ -222,9 +211,7 @@ def main() -> None:
     print(f"{num:,} documents and {size.held_out} held out, {len(data.vocabulary):,} words")
     found = {name: on_grid(name, data, size) for name in SAMPLERS}
     seen = size.batch * size.steps_a_draw(num) * np.arange(1, size.draws + 1)
-    best = print_results(found, seen)
-    if not asked.quick:
-        output.save(draw(best, seen), "topics")
+    print_results(found, seen)
 
 
 if __name__ == "__main__":

@@ -19,48 +19,16 @@ normal here), the prior (standard normal), the steps an iteration (10) and the m
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any
-
-import matplotlib.pyplot as plt
-import numpy as np
 import output
-from scipy.stats import norm
-from zhang2017_regression import STEP_SIZE, regression
-from zhang2017_wells import STEP_SIZES, Score, five_wells
-
-
-def draw(scores: Mapping[str, Score], num_steps: int, draws: Mapping[str, np.ndarray]) -> Any:
-    figure, axes = plt.subplots(1, 3, figsize=(15, 4.6), layout="constrained")
-    for k, (name, s) in enumerate(scores.items()):
-        style = {"color": f"C{k}", "label": name, "ls": "--" if "D" in name else "-"}
-        axes[0].errorbar(STEP_SIZES, *s.crossings, marker="o", ms=3, capsize=2, **style)
-        axes[1].errorbar(STEP_SIZES, *s.distance, marker="o", ms=3, capsize=2, **style)
-    axes[0].set(xscale="log", yscale="log", xlabel="step size h")
-    axes[0].set(ylabel="crossings in 1,000 steps", title="Five wells: crossings", ylim=(0.02, 300))
-    axes[0].legend(fontsize=8, ncols=2, loc="upper left")
-    axes[1].set(xscale="log", xlabel="step size h", ylabel="total variation")
-    axes[1].set(title=f"Five wells: distance after {num_steps} steps")
-    grid = np.linspace(-6, 6, 121)
-    middle = (grid[1:] + grid[:-1]) / 2
-    shown = ["naive slices", f"Laplacian, h = {STEP_SIZE:g}", "SGLaplaceHMC"]
-    for k, name in enumerate(shown):
-        height = np.histogram(draws[name], grid, density=True)[0]
-        axes[2].plot(middle, height, color=f"C{k}", label=name)
-    axes[2].plot(middle, norm.pdf(middle), "--", color="grey", label="exact")
-    axes[2].set(xlabel="coefficient, posterior standard deviations", ylabel="density")
-    axes[2].set(title="Regression, minibatches of 30 (Fig. 7)", ylim=(0, 0.5))
-    axes[2].legend(fontsize=8)
-    return figure
+from zhang2017_regression import regression
+from zhang2017_wells import five_wells
 
 
 def main() -> None:
     quick = output.arguments(__doc__).quick
     output.print_title("Zhang, Chen, Gan, Henao and Carin (2017): synthetic experiments")
-    scores, num_steps = five_wells(quick)
-    draws = regression(quick)
-    if not quick:
-        output.save(draw(scores, num_steps, draws), "zhang2017")
+    five_wells(quick)
+    regression(quick)
 
 
 if __name__ == "__main__":
