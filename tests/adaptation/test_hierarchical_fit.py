@@ -11,6 +11,10 @@ from numpyro.infer import MCMC
 from scipy.optimize import minimize
 
 from numpyro_sgmcmc import SGHMCSplit, suggest_subsample_size
+from numpyro_sgmcmc.adaptation.effect_correlation import (
+    factorize_inverse_blocks,
+    make_symmetric_factors,
+)
 from numpyro_sgmcmc.adaptation.hierarchical_fit import (
     evaluate_block_arrow,
     fit_hierarchy,
@@ -308,3 +312,41 @@ def test_effects_without_density_have_no_fit():
             numpyro.sample("y", dist.Normal(at, 1.0), obs=y[i])
 
     assert fit(model, make_data())[1] is None
+
+
+def test_symmetric_factors_change_nearly_diagonally_with_prior_sds():
+    rng = np.random.default_rng(0)
+    num_effects, num_groups, num_rows = 5, 40, 4
+    prior_sds = rng.uniform(0.2, 2.0, num_effects)
+    x = rng.standard_normal((num_rows, num_effects, num_groups))
+    gram = np.einsum("nag,nbg->abg", x, x)
+
+    def factorize(prior_sds, is_symmetric):
+        precisions = np.broadcast_to(prior_sds[:, None] ** -2, (num_effects, num_groups))
+        prior = np.eye(num_effects)[:, :, None] * precisions
+        factors = factorize_inverse_blocks(gram + prior)
+        return make_symmetric_factors(factors, precisions) if is_symmetric else factors
+
+    def measure_change(is_symmetric):
+        """Return the sum of squares of ``F^-1 dF + dF^T F^-T`` off the diagonal."""
+        F, sum_of_squares = np.moveaxis(factorize(prior_sds, is_symmetric), 2, 0), 0.0
+        for change in 1e-4 * np.eye(num_effects):
+            moved = np.moveaxis(factorize(prior_sds * np.exp(change), is_symmetric), 2, 0)
+            whitened = np.linalg.solve(F, moved)
+            derivative = (whitened @ whitened.swapaxes(1, 2) - np.eye(num_effects)) / 1e-4
+            sum_of_squares += np.square(derivative[:, ~np.eye(num_effects, dtype=bool)]).sum()
+        return sum_of_squares
+
+    triangular, symmetric = factorize(prior_sds, False), factorize(prior_sds, True)
+    covariances = [np.einsum("abg,cbg->acg", f, f) for f in (triangular, symmetric)]
+    np.testing.assert_allclose(*covariances, rtol=1e-9, atol=1e-12)
+    scaled = symmetric / prior_sds[:, None, None]
+    np.testing.assert_allclose(scaled, scaled.swapaxes(0, 1), atol=1e-9)
+    assert measure_change(is_symmetric=True) < 0.5 * measure_change(is_symmetric=False)
+
+
+def test_symmetric_factors_without_prior_have_the_same_covariances():
+    blocks = np.moveaxis(np.array([[[2.0, 0.5], [0.5, 1.0]], [[1.0, -0.3], [-0.3, 4.0]]]), 0, 2)
+    factors = make_symmetric_factors(factorize_inverse_blocks(blocks), np.zeros((2, 2)))
+    covariances = np.moveaxis(np.einsum("abg,cbg->acg", factors, factors), 2, 0)
+    np.testing.assert_allclose(covariances, np.linalg.inv(np.moveaxis(blocks, 2, 0)))

@@ -14,6 +14,7 @@ from numpyro_sgmcmc.adaptation.block_differences import compute_prior_products
 from numpyro_sgmcmc.adaptation.effect_correlation import factorize_inverse_blocks
 from numpyro_sgmcmc.adaptation.hierarchical_fit import apply_covariance
 from numpyro_sgmcmc.data.arguments import Arguments
+from numpyro_sgmcmc.model import block_arrow
 from numpyro_sgmcmc.model.block_arrow import (
     BlockArrowFactor,
     BlockArrowLayout,
@@ -301,6 +302,25 @@ def test_second_order_terms_equal_dense(layout):
     differences = jax.tree.map(jnp.asarray, differences)
     sums = differences.sum_over_groups(jnp.asarray(effects, "f"))
     np.testing.assert_allclose(sums, expected, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("num_groups", [6, 7])
+def test_sums_over_chunks_of_groups_equal_the_whole(num_groups, monkeypatch):
+    rng = np.random.default_rng(6)
+    effects, strips, values = (
+        rng.standard_normal(shape).astype("f")
+        for shape in ((3, 2, num_groups), (5, 2, num_groups), (1, 2, 2, num_groups))
+    )
+    strips[2:] = 0.0
+    strips = jax.tree.map(jnp.asarray, SharedStrips.from_dense(strips))
+    differences = BlockDifferences.from_dense(values, np.ones(1), (0,))
+    differences = jax.tree.map(jnp.asarray, differences)
+    assert strips.columns is not None
+    expected = [x.sum_over_groups(jnp.asarray(effects)) for x in (strips, differences)]
+    monkeypatch.setattr(block_arrow, "_GROUPS_PER_CHUNK", 2)
+    in_chunks = [x.sum_over_groups(jnp.asarray(effects)) for x in (strips, differences)]
+    for a, b in zip(in_chunks, expected, strict=True):
+        np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize(("has_differences", "max_relative_noise"), [(False, 0.05), (True, 0.001)])
