@@ -74,7 +74,6 @@ def plot(
     guide(ax, toy_sizes, toy_errors["with replacement"][0] * 0.5, 1)
     guide(ax, toy_sizes, toy_errors["permuted, ends"][0] * 0.4, 3)
     ax.set(title="two points, exact integrator", ylabel="relative error of the variance")
-    ax.set_ylim(top=30)  # space for the legend
     for ax, way in ((axes[0, 1], "full batch"), (axes[1, 0], "permuted, ends")):
         for integrator, errors in found.items():
             values = np.array([e.predictive for e in errors[way]])
@@ -109,6 +108,7 @@ def plot(
     axes[1, 0].legend(fontsize=8, frameon=False, loc="lower right")
     ax = axes[0, 0]
     ax.set_xticks(toy_sizes[::2], [f"{h:.2g}" for h in toy_sizes[::2]])
+    ax.set_ylim(top=30)  # space for the legend
     return figure
 
 
