@@ -557,6 +557,8 @@ class BatchedGradients:
         :param positions: shape ``(k, d)``.
         :param directions_per_call: by default all, in one call.
         """
+        if self.arguments.sharded_arrays:
+            return self._sharded_pass_products(positions, directions)
         gradients = np.zeros(positions.shape)
         products = np.zeros((len(positions), *directions.shape))
         calls = (
@@ -573,12 +575,25 @@ class BatchedGradients:
             gradients[k] += call_gradient * (rows.start == 0)
         return gradients, products
 
+    def _sharded_pass_products(
+        self, positions: np.ndarray, directions: np.ndarray
+    ) -> tuple[np.ndarray, np.ndarray]:
+        potential = JittedPotential(self.potential, self.arguments)
+        gradients = np.stack([potential.gradient(position) for position in positions])
+        products = np.zeros((len(positions), *directions.shape))
+        if len(directions):
+            for k, position in enumerate(positions):
+                products[k] = potential.hessian_products(position, directions)
+        return gradients, products
+
     def large_pass_gradients(self, positions: np.ndarray) -> np.ndarray:
         """Return gradients on all rows, as :meth:`large_pass_products` does."""
         return self.large_pass_products(positions, np.zeros((0, positions.shape[1])))[0]
 
     def precompile_large_pass(self, num_directions: int) -> None:
         """Start the compilation of :meth:`large_pass_products`, with and without directions."""
+        if self.arguments.sharded_arrays:
+            return
         for num in (num_directions, 0):
             position = np.zeros(self.potential.dim)
             calls = self._iter_large_pass_calls(position, np.zeros((num, position.size)))

@@ -101,6 +101,7 @@ def compute_prior_products(
     potential: Potential, arguments: Arguments, position: Array, probes: Array
 ) -> Array:
     """Return products of the Hessian of the part that does not depend on the rows, ``(n, d)``."""
+    potential = potential.without_shards()
     indices = {p.name: jnp.zeros(1, jnp.int32) for p in potential.plates}
     weights = {p.name: jnp.zeros(1, potential.dtype) for p in potential.plates}
 

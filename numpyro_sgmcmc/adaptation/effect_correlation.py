@@ -56,6 +56,7 @@ def sum_row_couplings(
     potential: Potential, arguments: Arguments, layout: BlockArrowLayout, position: np.ndarray
 ) -> GroupPairs | None:
     """Return the Hessian's blocks of pairs of groups on all rows; None where these are too many."""
+    potential = potential.without_shards()
     (plate,) = potential.plates
     num_rows, k = min(_ROWS_PER_CALL, plate.size), layout.effects_per_group
     cast_position = jnp.asarray(position, potential.dtype)

@@ -15,6 +15,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from itertools import tee
 
+import jax
 import numpy as np
 
 from numpyro_sgmcmc.adaptation.batched_gradients import BulkPositions
@@ -170,7 +171,9 @@ def _fit_hierarchy(
 ) -> Preconditioner | None:
     """Return coordinates of a hierarchical model with effects of many groups, or None."""
     potential, settings = inputs.potential, inputs.settings
-    has_one_plate = len(potential.plates) == 1 and potential.shards is None
+    has_one_plate = len(potential.plates) == 1
+    # Rows of other processes cannot be gathered one by one.
+    has_one_plate &= potential.shards is None or jax.process_count() == 1
     if potential.dim < _MIN_HIERARCHY_DIM:
         return None
     are_coordinates_free = settings.inverse_mass_matrix is None and not settings.is_site_aligned

@@ -724,7 +724,7 @@ def find_block_arrow_layout(potential: Potential, arguments: Arguments) -> Block
     An axis of a site selects groups if each of some rows has a gradient in one place along it, or
     in none. Sites whose rows have different groups belong to different groupings.
     """
-    sites = potential.sites or ()
+    potential, sites = potential.without_shards(), potential.sites or ()
     (plate,) = potential.plates
     if potential.forward_mode_differentiation:  # reverse mode would raise an error
         return None

@@ -332,8 +332,8 @@ def test_symmetric_factors_change_nearly_diagonally_with_prior_sds():
         F, sum_of_squares = np.moveaxis(factorize(prior_sds, is_symmetric), 2, 0), 0.0
         for change in 1e-4 * np.eye(num_effects):
             moved = np.moveaxis(factorize(prior_sds * np.exp(change), is_symmetric), 2, 0)
-            whitened = np.linalg.solve(F, moved)
-            derivative = (whitened @ whitened.swapaxes(1, 2) - np.eye(num_effects)) / 1e-4
+            scaled = np.linalg.solve(F, moved)
+            derivative = (scaled @ scaled.swapaxes(1, 2) - np.eye(num_effects)) / 1e-4
             sum_of_squares += np.square(derivative[:, ~np.eye(num_effects, dtype=bool)]).sum()
         return sum_of_squares
 

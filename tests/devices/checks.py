@@ -22,6 +22,7 @@ SLOW = {
     "check_blocks_of_rows_are_prefetched_on_a_separate_thread",
     "check_potential_of_uneven_rows_on_hosts_has_the_values_of_rows_on_devices",
     "check_another_mode_is_reported",
+    "check_run_of_a_hierarchy_on_shards_has_block_arrow_coordinates",
     "check_passes_over_uneven_shards_give_the_values_of_one_device",
     "check_gradient_on_uneven_shards_uses_one_all_reduce",
     "check_posterior_of_sharded_rows_is_exact",

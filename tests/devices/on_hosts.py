@@ -32,6 +32,7 @@ from tests.devices.sharded import (
     LAYOUTS,
     UNEVEN,
     assert_close,
+    assert_hierarchy_has_the_fit_of_one_device,
     count_step_collectives,
     fit_known_noise,
     make_mesh,
@@ -226,3 +227,8 @@ def check_posterior_of_rows_on_hosts_is_exact():
         beta = np.asarray(mcmc.get_samples(group_by_chain=True)["beta"])
         expected = dist.Normal(beta @ X[rows].T, 1).log_prob(y[rows])
         np.testing.assert_allclose(values, expected, rtol=1e-4, atol=1e-4)
+
+
+def check_hierarchy_of_rows_on_hosts_has_the_fit_of_one_device():
+    mesh = make_mesh(4)
+    assert_hierarchy_has_the_fit_of_one_device(lambda x: ShardedArray(HostArray(x), mesh))

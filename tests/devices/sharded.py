@@ -18,6 +18,7 @@ from numpyro.infer.util import potential_energy
 
 from numpyro_sgmcmc import SGHMCSplit, ShardedArray, bias_report
 from numpyro_sgmcmc.adaptation.batched_gradients import sample_minibatch_indices, sample_subset
+from numpyro_sgmcmc.adaptation.hierarchical_fit import fit_hierarchy_from_each
 from numpyro_sgmcmc.data.arguments import Arguments
 from numpyro_sgmcmc.data.subsampling import (
     SUBSAMPLINGS,
@@ -30,9 +31,11 @@ from numpyro_sgmcmc.data.subsampling import (
     sample_minibatches,
 )
 from numpyro_sgmcmc.errors import MultimodalPosteriorWarning
+from numpyro_sgmcmc.model.block_arrow import find_block_arrow_layout
 from numpyro_sgmcmc.model.gradient_estimators import GRADIENT_ESTIMATORS, make_gradient_fn
 from numpyro_sgmcmc.model.preconditioner import Preconditioner
 from numpyro_sgmcmc.model.subsampled import make_model_potential
+from tests.adaptation.inputs import make_inputs
 from tests.contract.kernels import assert_posterior
 
 N, DIM = 61, 3
@@ -385,3 +388,46 @@ def check_mesh_with_explicit_axes_has_the_values_of_one_without():
     assert_close(
         jax.jit(potential.full_gradient)(q, arguments), jax.jit(other.full_gradient)(q, same)
     )
+
+
+def hierarchy(X, y, group, batch_size=None):
+    scale = numpyro.sample("scale", dist.HalfNormal(1))
+    with numpyro.plate("groups", 120):
+        level = numpyro.sample("level", dist.Normal(0, scale))
+    with numpyro.plate("rows", X.shape[0], subsample_size=batch_size) as i:
+        numpyro.sample("y", dist.Normal(level[group[i]] + X[i, 0], 1), obs=y[i])
+
+
+def assert_hierarchy_has_the_fit_of_one_device(shard_array):
+    """Fit a hierarchy to rows on several devices and on one.
+
+    :param shard_array: a function of an array.
+    """
+    X, y, _ = table(960)
+    arrays = X, y, np.arange(960, dtype=np.int32) % 120
+    fits = []
+    for arguments in (tuple(map(shard_array, arrays)), tuple(map(jnp.asarray, arrays))):
+        inputs = make_inputs(hierarchy, arguments, 64)
+        layout = find_block_arrow_layout(inputs.potential, inputs.arguments)
+        position = np.zeros(inputs.potential.dim)
+        fits.append(fit_hierarchy_from_each(inputs, layout, [position]))
+    for a, b in zip(*map(jax.tree.leaves, fits), strict=True):
+        assert_close(a, b)
+
+
+def check_hierarchy_on_shards_has_the_fit_of_one_device():
+    assert_hierarchy_has_the_fit_of_one_device(lambda x: shard(x, (240,) * 4))
+
+
+def check_run_of_a_hierarchy_on_shards_has_block_arrow_coordinates():
+    X, y, _ = table(960)
+    arrays = X, y, np.arange(960, dtype=np.int32) % 120
+    mcmc = MCMC(
+        SGHMCSplit(hierarchy, step_size=0.2, num_steps=3),
+        num_warmup=1,
+        num_samples=2,
+        progress_bar=False,
+    )
+    mcmc.run(random.key(0), *(shard(x, (240,) * 4) for x in arrays), batch_size=64)
+    assert mcmc.sampler.adaptation.preconditioner.is_block_arrow
+    assert np.isfinite(mcmc.get_samples()["level"]).all()
