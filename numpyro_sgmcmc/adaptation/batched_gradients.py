@@ -338,6 +338,23 @@ def _sum_gradients_and_products(
     return lax.scan(add_minibatch, zeros, (indices, weights))[0]
 
 
+@partial(jax.jit, static_argnames="potential")
+def _evaluate_prior_products(
+    potential: Potential, arguments: Arguments, position: Array, directions: Array
+) -> Array:
+    """Return products of the Hessian of the part of the potential without the rows, ``(n, d)``."""
+    potential = potential.without_shards()
+    indices = {p.name: jnp.zeros(1, jnp.int32) for p in potential.plates}
+    weights = {p.name: jnp.zeros(1, potential.dtype) for p in potential.plates}
+
+    def prior(q: Array) -> Array:
+        # Rows of weight zero: with a row, its terms times the number of rows would be rounded.
+        z = potential.unravel(q)
+        return potential.minibatch_potential(z, indices, arguments, None, weights)
+
+    return lax.map(lambda v: jax.jvp(jax.grad(prior), (position,), (v,))[1], directions)
+
+
 def _call_ahead(
     fn: Callable[..., Any], calls: Iterable[tuple[Any, tuple[Any, ...]]], dim: int
 ) -> Iterator[tuple[Any, Any]]:
@@ -589,6 +606,12 @@ class BatchedGradients:
     def large_pass_gradients(self, positions: np.ndarray) -> np.ndarray:
         """Return gradients on all rows, as :meth:`large_pass_products` does."""
         return self.large_pass_products(positions, np.zeros((0, positions.shape[1])))[0]
+
+    def prior_products(self, position: np.ndarray, directions: np.ndarray) -> np.ndarray:
+        """Return products ``(n, d)`` of the Hessian without the rows' part, with directions."""
+        cast = (x.astype(self.potential.dtype) for x in (position, directions))
+        products = _evaluate_prior_products(self.potential, self.arguments, *cast)
+        return np.asarray(products, np.float64)
 
     def precompile_large_pass(self, num_directions: int) -> None:
         """Start the compilation of :meth:`large_pass_products`, with and without directions."""

@@ -9,20 +9,14 @@ remove it; each costs about half a product with the Hessian in a step.
 from __future__ import annotations
 
 from dataclasses import replace
-from functools import partial
 
-import jax
-import jax.numpy as jnp
 import numpy as np
-from jax import Array, lax
 
 from numpyro_sgmcmc.adaptation.batched_gradients import BulkPositions
 from numpyro_sgmcmc.adaptation.gradient_noise import measure_shared_noise
 from numpyro_sgmcmc.adaptation.settings import WarmupInputs
-from numpyro_sgmcmc.data.arguments import Arguments
 from numpyro_sgmcmc.model.block_arrow import BlockArrowMatrix, BlockDifferences
 from numpyro_sgmcmc.model.gradient_estimators import SecondOrderControlVariate
-from numpyro_sgmcmc.model.potential import Potential
 from numpyro_sgmcmc.model.preconditioner import Preconditioner
 
 # Noise variance of a shared parameter's gradient, in units of its posterior SD, from which on the
@@ -83,34 +77,10 @@ def add_differences(
         points = np.stack([center, center]).astype(dtype)
         points[:, coordinate] += step, -step
         _, products = inputs.batched_gradients.large_pass_products(points, probes)
-        of_prior = (
-            compute_prior_products(inputs.potential, inputs.arguments, point, probes)
-            for point in points
-        )
         above, below = (
-            layout.make_blocks(total - np.asarray(prior, np.float64))
-            for total, prior in zip(products, of_prior, strict=True)
+            layout.make_blocks(total - inputs.batched_gradients.prior_products(point, probes))
+            for total, point in zip(products, points, strict=True)
         )
         values.append((above - below) / (2.0 * step))
     differences = BlockDifferences.from_dense(np.stack(values), steps, columns)
     return replace(hessian, differences=differences)
-
-
-@partial(jax.jit, static_argnames="potential")
-def compute_prior_products(
-    potential: Potential, arguments: Arguments, position: Array, probes: Array
-) -> Array:
-    """Return products of the Hessian of the part that does not depend on the rows, ``(n, d)``."""
-    potential = potential.without_shards()
-    indices = {p.name: jnp.zeros(1, jnp.int32) for p in potential.plates}
-    weights = {p.name: jnp.zeros(1, potential.dtype) for p in potential.plates}
-
-    def prior(q: Array) -> Array:
-        # Rows of weight zero: with a row, its terms times the number of rows would be rounded.
-        return potential.minibatch_potential(
-            potential.unravel(q), indices, arguments, None, weights
-        )
-
-    return lax.map(
-        lambda v: jax.jvp(jax.grad(prior), (position,), (v,))[1], probes.astype(position.dtype)
-    )

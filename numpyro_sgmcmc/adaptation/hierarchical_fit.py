@@ -29,11 +29,7 @@ from typing import Any
 import numpy as np
 from scipy.linalg import hadamard
 
-from numpyro_sgmcmc.adaptation.block_differences import (
-    add_differences,
-    add_needed_differences,
-    compute_prior_products,
-)
+from numpyro_sgmcmc.adaptation.block_differences import add_differences, add_needed_differences
 from numpyro_sgmcmc.adaptation.effect_correlation import (
     EffectCorrelation,
     factorize_inverse_blocks,
@@ -259,11 +255,8 @@ def remove_prior(
 ) -> BlockArrowMatrix:
     """Return the Hessian of the rows' part of the potential, which minibatches estimate."""
     layout = hessian.layout
-    cast_position = position.astype(inputs.potential.dtype)
-    products = compute_prior_products(
-        inputs.potential, inputs.arguments, cast_position, layout.make_probes()
-    )
-    return hessian.subtract(BlockArrowMatrix.from_products(layout, np.asarray(products, float)))
+    products = inputs.batched_gradients.prior_products(position, layout.make_probes())
+    return hessian.subtract(BlockArrowMatrix.from_products(layout, products))
 
 
 def _build_preconditioner(

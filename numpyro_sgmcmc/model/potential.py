@@ -16,8 +16,8 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property, reduce
-from typing import Any
+from functools import cached_property, reduce, wraps
+from typing import Any, TypeVar, cast
 
 import jax
 import jax.numpy as jnp
@@ -42,6 +42,27 @@ _INIT_RADIUS = 2.0  # NumPyro's default, for potential functions
 
 IncludedRows = tuple[tuple[str, tuple[int, ...]], ...]
 """Names of plates, with their rows that are in every minibatch, in ascending order."""
+
+_Method = TypeVar("_Method", bound=Callable[..., Any])
+
+
+def _jit_unless_prefetched(method: _Method) -> _Method:
+    """Compile a method, traced once for all programs with the same number of rows.
+
+    Prefetched rows are recognised by the identity of the indices, which jit does not keep: with
+    these the method is not compiled by itself.
+    """
+
+    @wraps(method)
+    def evaluate(self: Potential, position: Array, indices: Indices, *others: Any) -> Any:
+        bound_method = method.__get__(self)
+        if has_prefetched_rows(others[0]):
+            return bound_method(position, indices, *others)
+        if method not in self._jitted_methods:
+            self._jitted_methods[method] = jax.jit(bound_method, inline=True)
+        return self._jitted_methods[method](position, indices, *others)
+
+    return cast(_Method, evaluate)
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -176,7 +197,7 @@ class Potential:
     ) -> tuple[Array, Array]:
         """Return :meth:`value` and :meth:`gradient`."""
         return self.mean_over_shards(
-            lambda shard, *batch: shard._minibatch_value_and_grad(position, *batch),
+            lambda shard, *batch: shard._value_and_grad(position, *batch),
             indices,
             arguments,
             rng_key,
@@ -249,7 +270,8 @@ class Potential:
 
         return value_and_grad
 
-    def _minibatch_value(
+    @_jit_unless_prefetched
+    def _value(
         self, position: Array, indices: Indices, arguments: Arguments, rng_key: Array | None
     ) -> Array:
         weights = {p.name: p.row_weights for p in self.plates if p.included_rows}
@@ -257,15 +279,8 @@ class Potential:
             self.unravel(position), indices, arguments, rng_key, weights or None
         )
 
-    def _value(
-        self, position: Array, indices: Indices, arguments: Arguments, rng_key: Array | None
-    ) -> Array:
-        # Prefetched rows are recognised by the identity of the indices, which jit does not keep.
-        is_prefetched = has_prefetched_rows(arguments)
-        fn = self._minibatch_value if is_prefetched else self._jitted_value
-        return fn(position, indices, arguments, rng_key)
-
-    def _minibatch_rows_value(
+    @_jit_unless_prefetched
+    def _rows_value(
         self, position: Array, indices: Indices, arguments: Arguments, rng_key: Array | None
     ) -> Array:
         all_weights = {}
@@ -281,32 +296,15 @@ class Potential:
         # sites do not depend on them.
         return jax.jvp(with_weights, (all_weights,), (all_weights,))[1]
 
-    def _rows_value(
-        self, position: Array, indices: Indices, arguments: Arguments, rng_key: Array | None
-    ) -> Array:
-        is_prefetched = has_prefetched_rows(arguments)
-        fn = self._minibatch_rows_value if is_prefetched else self._jitted_rows_value
-        return fn(position, indices, arguments, rng_key)
-
-    def _minibatch_value_and_grad(
+    @_jit_unless_prefetched
+    def _value_and_grad(
         self, position: Array, indices: Indices, arguments: Arguments, rng_key: Array | None
     ) -> tuple[Array, Array]:
-        if has_prefetched_rows(arguments):
-            return self._differentiate(self._minibatch_value)(position, indices, arguments, rng_key)
-        return self._jitted_value_and_grad(position, indices, arguments, rng_key)
+        return self._differentiate(self._value)(position, indices, arguments, rng_key)
 
     @cached_property
-    def _jitted_value(self) -> Callable[[Array, Indices, Arguments, Array | None], Array]:
-        """Compiled potential, traced once for all programs with the same number of rows."""
-        return jax.jit(self._minibatch_value, inline=True)
-
-    @cached_property
-    def _jitted_rows_value(self) -> Callable[[Array, Indices, Arguments, Array | None], Array]:
-        return jax.jit(self._minibatch_rows_value, inline=True)
-
-    @cached_property
-    def _jitted_value_and_grad(self) -> Callable[..., tuple[Array, Array]]:
-        return jax.jit(self._differentiate(self._jitted_value), inline=True)
+    def _jitted_methods(self) -> dict[Callable[..., Any], Callable[..., Any]]:
+        return {}
 
     @cached_property
     def _variants_by_included_rows(self) -> dict[IncludedRows, Potential]:

@@ -9,10 +9,7 @@ import numpyro.distributions as dist
 import pytest
 
 from numpyro_sgmcmc.adaptation.batched_gradients import BulkPositions
-from numpyro_sgmcmc.adaptation.block_differences import (
-    add_differences,
-    compute_prior_products,
-)
+from numpyro_sgmcmc.adaptation.block_differences import add_differences
 from numpyro_sgmcmc.adaptation.gradient_noise import measure_shared_noise
 from numpyro_sgmcmc.adaptation.hierarchical_fit import fit_hierarchy_from_each, recenter_block_arrow
 from numpyro_sgmcmc.model.block_arrow import find_block_arrow_layout
@@ -90,7 +87,7 @@ def test_products_of_the_prior_have_no_rounding_of_rows():
     layout = preconditioner.reference_hessian.layout
     center = preconditioner.center.astype(np.float32)
     probes = layout.make_probes(with_shared=False)
-    products = compute_prior_products(inputs.potential, inputs.arguments, center, probes)
+    products = inputs.batched_gradients.prior_products(center, probes)
     scale = np.exp(layout.take_shared(center)[SCALE])
-    blocks = layout.make_blocks(np.asarray(products, float))
+    blocks = layout.make_blocks(products)
     np.testing.assert_allclose(blocks, np.full((1, 1, GROUPS), scale**-2.0), rtol=2e-6)

@@ -10,7 +10,7 @@ import numpyro.distributions as dist
 import pytest
 from numpyro.infer import init_to_uniform
 
-from numpyro_sgmcmc.adaptation.block_differences import compute_prior_products
+from numpyro_sgmcmc.adaptation.batched_gradients import BatchedGradients
 from numpyro_sgmcmc.adaptation.effect_correlation import factorize_inverse_blocks
 from numpyro_sgmcmc.adaptation.hierarchical_fit import apply_covariance
 from numpyro_sgmcmc.data.arguments import Arguments
@@ -350,7 +350,7 @@ def test_epoch_mean_of_second_order_control_variate_is_full_gradient(
         differences = BlockDifferences.from_dense(values, step[None], (row_scale,))
         matrix = replace(matrix, differences=differences)
     gradient = potential.full_gradient(center, arguments)
-    prior = np.asarray(compute_prior_products(potential, arguments, center, probes), float)
+    prior = BatchedGradients(potential, arguments).prior_products(center, probes)
     matrix = jax.tree.map(lambda x: np.asarray(x, float), matrix)
     matrix = matrix.subtract(BlockArrowMatrix.from_products(layout, prior))
     preconditioner = Preconditioner(center, factor, gradient, matrix).cast(jnp.float32)
