@@ -96,7 +96,7 @@ CASES = {
     "gaussian, 20,000 x 20": Case("gaussian", 20_000, 20, 200_000, 10_000),
     "gaussian, 100,000 x 20": Case("gaussian", 100_000, 20, 1_000_000, 20_000),
 }
-_LONG_CASES = {"gaussian, 20,000 x 20", "gaussian, 100,000 x 20"}  # half an hour and hours
+_LONG_CASES = {"gaussian, 20,000 x 20", "gaussian, 100,000 x 20"}  # a quarter of an hour and more
 _MAX_COLLECTED_EFFECTS = 300_000  # whose draws are kept; more have running moments
 
 _GROWTH = {

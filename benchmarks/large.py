@@ -44,7 +44,7 @@ _DIAGNOSES = ("not converged", "biased", "multimodal", "inconclusive", "ok")  # 
 
 
 def run(name: str, batch_size: int, seed: int) -> tuple[MCMC, float, list[str]]:
-    """Four chains, the CPU seconds they took, and the library's warnings."""
+    """Return the run of four chains, the CPU seconds it took, and the library's warnings."""
     model, args = LARGE_PROBLEMS[name].build()
     mcmc = MCMC(
         SGHMCSplit(model),
@@ -64,22 +64,23 @@ def run(name: str, batch_size: int, seed: int) -> tuple[MCMC, float, list[str]]:
 
 def compare(name: str, batch_size: int, seed: int) -> list[str]:
     """Print one row of the table and return the library's warnings."""
-    mcmc, seconds, said = run(name, batch_size, seed)
+    mcmc, seconds, messages = run(name, batch_size, seed)
     model, args = LARGE_PROBLEMS[name].build()
     draws = unconstrained(model, args, mcmc.get_samples(group_by_chain=True))
-    ours, theirs = summarise(draws), np.load(file_of(name))
+    found, reference = summarise(draws), np.load(file_of(name))
 
     def flat(key: str) -> tuple[np.ndarray, np.ndarray]:
-        sites = sorted(ours)
-        mine = np.concatenate([np.ravel(ours[s][key]) for s in sites])
-        return mine, np.concatenate([np.ravel(theirs[f"{key}:{s}"]) for s in sites])
+        """Return a statistic of all coordinates, and the reference's."""
+        sites = sorted(found)
+        values = np.concatenate([np.ravel(found[s][key]) for s in sites])
+        return values, np.concatenate([np.ravel(reference[f"{key}:{s}"]) for s in sites])
 
-    (mean, right), (sd, sd_right), (ess, ess_right) = flat("mean"), flat("sd"), flat("ess")
-    ess_sd, ess_sd_right = flat("ess_sd")
-    shift, inflation = (mean - right) / sd_right, sd / sd_right - 1.0
-    error = np.sqrt(1 / ess + 1 / ess_right)
-    sd_error = np.sqrt(0.5 / ess_sd + 0.5 / ess_sd_right)
-    beyond = (np.abs(shift) > 0.1 + 3 * error) | (np.abs(inflation) > 0.1 + 3 * sd_error)
+    (mean, true_mean), (sd, true_sd), (ess, nuts_ess) = flat("mean"), flat("sd"), flat("ess")
+    ess_of_sd, nuts_ess_of_sd = flat("ess_sd")
+    mean_bias, sd_bias = (mean - true_mean) / true_sd, sd / true_sd - 1.0
+    error = np.sqrt(1 / ess + 1 / nuts_ess)
+    sd_error = np.sqrt(0.5 / ess_of_sd + 0.5 / nuts_ess_of_sd)
+    beyond = (np.abs(mean_bias) > 0.1 + 3 * error) | (np.abs(sd_bias) > 0.1 + 3 * sd_error)
     r_hat = max(np.max(split_gelman_rubin(np.asarray(x, np.float64))) for x in draws.values())
     diagnoses = {s.diagnosis for s in bias_report(mcmc).sites}
     cells: dict[str, Any] = {
@@ -89,16 +90,16 @@ def compare(name: str, batch_size: int, seed: int) -> list[str]:
         "steps": int(np.max(mcmc.last_state.num_steps)),
         "R-hat": f"{r_hat:.3f}",
         "ESS": f"{ess.min():.0f}",
-        "mean": f"{np.abs(shift).max():.2f}",
-        "sd": f"{inflation.min():+.2f} {inflation.max():+.2f}",
+        "mean": f"{np.abs(mean_bias).max():.2f}",
+        "sd": f"{sd_bias.min():+.2f} {sd_bias.max():+.2f}",
         "beyond": int(beyond.sum()),
         "cpu s": f"{seconds:.0f}",
         "ESS/s": f"{ess.min() / seconds:.1f}",
-        "NUTS": f"{ess_right.min() / float(theirs['cpu']):.1f}",
+        "NUTS": f"{nuts_ess.min() / float(reference['cpu']):.1f}",
         "report": next(v for v in _DIAGNOSES if v in diagnoses),
     }
     print_row([cells[c] for c in _COLUMNS], _COLUMNS.values())
-    return said
+    return messages
 
 
 def main() -> None:
@@ -106,15 +107,15 @@ def main() -> None:
     parser.add_argument("words", nargs="*", help="parts of problems' names")
     parser.add_argument("--small", action="store_true", help="minibatches that are too small")
     parser.add_argument("--seed", type=int, default=0)
-    given = parser.parse_args()
+    options = parser.parse_args()
     print_header("Large: no arguments")
     print_row(_COLUMNS, _COLUMNS.values())
     for name, problem in LARGE_PROBLEMS.items():
-        batch_size = problem.small if given.small else problem.batch_size
-        is_wanted = not given.words or any(word in name for word in given.words)
+        batch_size = problem.small if options.small else problem.batch_size
+        is_wanted = not options.words or any(word in name for word in options.words)
         if is_wanted and batch_size is not None:
-            for sentence in compare(name, batch_size, given.seed):
-                print(f"    {sentence}", flush=True)
+            for message in compare(name, batch_size, options.seed):
+                print(f"    {message}", flush=True)
 
 
 if __name__ == "__main__":

@@ -1,9 +1,9 @@
 """Second-order terms of shared parameters' gradients in the effects of a hierarchy.
 
 The gradient of the scale of the rows sums the squared displacements of all effects. The
-second-order control variate has only its first-order expansion, so that minibatches add much noise
-where many effects have few rows each. :class:`~.block_arrow.BlockDifferences` of these parameters
-remove it; each costs about half a product with the Hessian in a step.
+second-order control variate expands this gradient to first order only, so that minibatches add much
+noise where many effects have few rows each. :class:`~.block_arrow.BlockDifferences` along such
+parameters remove it; in a step each costs about half a product with the Hessian.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from numpyro_sgmcmc.model.preconditioner import Preconditioner
 # parameter has differences, and the fraction of it that these may leave.
 _MIN_NOISE_VARIANCE, _MAX_REMAINING_FRACTION = 0.2, 0.5
 _MAX_NUM_DIFFERENCES = 4  # shared parameters, a bound on memory and on the cost of a step
-_NUM_POSITIONS = 4  # at which the noise is measured, normals of the fit
+_NUM_POSITIONS = 4  # draws of the normal fit, at which the noise is measured
 
 
 def add_needed_differences(inputs: WarmupInputs, fit: Preconditioner) -> Preconditioner:
@@ -62,8 +62,8 @@ def add_differences(
 ) -> BlockArrowMatrix:
     """Return a Hessian with differences of its blocks along some shared parameters.
 
-    They are those of the rows' part of the potential, so that a step does not evaluate the prior
-    of all effects for them.
+    These are differences of the rows' part of the potential, so that a step does not evaluate the
+    prior of all effects for them.
 
     :param columns: these parameters.
     :param steps: along each of them, in the units of the position.

@@ -11,13 +11,15 @@ are fitted given the shared parameters :math:`\psi`, group by group, as normals
 with the expectation over the effects (Fisher's identity; the second term is zero at
 :math:`m_g(\psi)`) and blocks of :mod:`~numpyro_sgmcmc.model.block_arrow`. The expectation is taken
 at two antithetic points :math:`m_g \pm D_g^{-1/2}\xi_g` of random signs, which is exact for
-quadratic functions up to the products of different effects of a group. BFGS finds the zero of M.
-Differences of M along each shared parameter, of up to 50, are the inverse of their covariance; more
-shared parameters, and several groupings, have the inverse Hessian of BFGS. A last Newton step takes
-as many sign vectors as there are effects in a group, of which the products cancel.
+quadratic functions up to the products of different effects of a group. BFGS finds the zero of M,
+and its inverse Hessian is the covariance of the shared parameters.
+
+With one grouping and at most 50 shared parameters, a last Newton step follows. Its Hessian, the
+inverse of their covariance, has differences of M along each of them. Its expectation has at least
+as many sign vectors as effects per group, in which the products of different effects cancel.
 
 An iteration takes 2k + 4 gradients over the data with k effects per group, whatever the number of
-groups; 10 to 15 iterations are usual.
+groups; 10 to 30 iterations are usual.
 """
 
 from __future__ import annotations
@@ -234,7 +236,8 @@ def evaluate_block_arrow(
 ) -> tuple[np.ndarray, BlockArrowMatrix]:
     """Return gradient and Hessian on all rows.
 
-    :param differences: those of another Hessian, of which this one has the same.
+    :param differences: of another Hessian; this one gets its own, for the same shared parameters
+        and with the same steps.
     """
     (gradient,), (products,) = inputs.batched_gradients.large_pass_products(
         position[None], layout.make_probes(), layout.num_effect_probes

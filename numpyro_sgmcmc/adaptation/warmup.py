@@ -1,12 +1,13 @@
-"""The warm-up of models without local latents, stage by stage.
+"""The warm-up of models without sites that ``gibbs_fn`` samples, stage by stage.
 
 :func:`warm_up_globals` reads as the list of the stages. Each takes and returns immutable results;
 only the random generator is shared, and the display of the progress is written to.
 
-No stage needs a full Hessian or an optimum: everything is estimated from minibatch gradients
-(:class:`~numpyro_sgmcmc.adaptation.batched_gradients.BatchedGradients`), with a fixed number of
-passes over the data. Arrays are concrete, so that Python may branch; nothing here runs under
-``vmap`` or ``pmap``.
+The general warm-up needs no optimum: everything is estimated from minibatch gradients
+(:class:`~numpyro_sgmcmc.adaptation.batched_gradients.BatchedGradients`), with a bounded number of
+passes over the data. Hierarchies have a fit with passes over all rows instead of the first stages
+(:mod:`~numpyro_sgmcmc.adaptation.hierarchical_fit`). Arrays are concrete, so that Python may
+branch; nothing here runs under ``vmap`` or ``pmap``.
 """
 
 from __future__ import annotations

@@ -44,14 +44,15 @@ from numpyro_sgmcmc.model.low_rank import LowRankFactor
 from numpyro_sgmcmc.model.potential import Potential
 from numpyro_sgmcmc.model.trace import site_slices
 
-# Rows whose gradients show the structure: a site that a row touches in several places by chance in
-# none of them would need groups that nearly all rows share.
+# Rows whose gradients show the structure. A site is mistaken for effects of groups if none of these
+# rows uses two of its entries but others do; the fit then finds that the Hessian has another form.
 _NUM_PROBED_ROWS = 24
 # Groups from which on the blocks are worth their cost; fewer are shared parameters.
 _MIN_GROUPS = 30
 # Bounds on shared parameters, and on effects per group: products that determine the matrix.
 _MAX_SHARED, _MAX_EFFECTS_PER_GROUP = 100, 50
-_MAX_ROUNDING = 1e-5  # of the strips of a difference, relative to the largest of the minuend
+# Entries of a difference of strips, relative to the largest of the minuend, that are rounding.
+_MAX_ROUNDING = 1e-5
 _MAX_UNROLLED_EFFECTS = 8  # effects per group up to which compiled products have no loop
 # Groups whose terms are summed at once on a CPU: of 20 x 20 and smaller blocks 500 to 5,000 take
 # the same time.
@@ -432,7 +433,7 @@ class BlockArrowMatrix:
         return self.layout.merge(of_effects, of_shared)
 
     def subtract(self, other: BlockArrowMatrix) -> BlockArrowMatrix:
-        """Return the matrix minus another one without pairs; of strips what is not rounding."""
+        """Return the matrix minus one without pairs; strips that are rounding are zero."""
         units = np.eye(self.layout.num_shared)
         strips = self.strips.multiply(units)
         size = _MAX_ROUNDING * np.abs(strips).max(-1, keepdims=True)
@@ -451,7 +452,7 @@ class BlockArrowMatrix:
         return BlockArrowMatrix(None, None, None, self.layout, differences=differences)
 
     def add_second_order(self, gradient: Any, displacement: Any) -> Any:
-        """Add the second-order terms that :class:`BlockDifferences` has to a gradient."""
+        """Return a gradient plus the second-order terms of :class:`BlockDifferences`."""
         if self.differences is None:
             return gradient
         terms = self.differences.sum_over_groups(self.layout.split(displacement)[0])
@@ -460,7 +461,7 @@ class BlockArrowMatrix:
     def subtract_second_order_of(
         self, potential: Callable[[Array], Array], center: Array, gradient: Any, displacement: Any
     ) -> Any:
-        """Subtract those of a minibatch.
+        """Return a gradient minus the second-order terms of a minibatch's rows.
 
         :param potential: the part that depends on the minibatch's rows, a function of the
             position.
