@@ -9,6 +9,7 @@ import numpyro
 import numpyro.distributions as dist
 import pytest
 from numpyro.infer import init_to_uniform
+from numpyro.infer.reparam import LocScaleReparam
 
 from numpyro_sgmcmc.adaptation.batched_gradients import BatchedGradients
 from numpyro_sgmcmc.adaptation.effect_correlation import factorize_inverse_blocks
@@ -259,7 +260,10 @@ def make_potential(model):
     return get_model_potential(model, arguments, init_to_uniform), arguments
 
 
-@pytest.mark.parametrize("model", [centred, non_centred, transposed])
+partly_centred = numpyro.handlers.reparam(centred, {"effect": LocScaleReparam(0.5)})
+
+
+@pytest.mark.parametrize("model", [centred, non_centred, partly_centred, transposed])
 def test_layout_has_effects_of_groups(model):
     potential, arguments = make_potential(model)
     layout = find_block_arrow_layout(potential, arguments)
