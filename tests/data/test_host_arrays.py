@@ -167,7 +167,8 @@ def test_long_passes_show_progress(monkeypatch, capsys):
         return array[indices]
 
     host = HostArray(Source(X, read_slowly), name="X")
-    mcmc = fit(host, Y, num_samples=5, options={"step_size": 0.3, "subsampling": "iid"})
+    options = {"step_size": 0.3, "subsampling": "iid"}
+    mcmc = fit(host, Y, num_samples=5, options=options, progress_bar=True)
     shown = capsys.readouterr().err
     assert re.search(r"adapting: .*[1-9].* passes over 'X'", shown)
     assert re.search(r"adapting: pilot chains 00:0\d, about 00:\d\d left", shown)
