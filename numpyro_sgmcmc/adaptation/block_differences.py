@@ -1,9 +1,9 @@
-"""Second-order terms of shared parameters' gradients in the effects of a hierarchy.
+"""Terms of second order in the gradients of a hierarchy with many effects of few rows each.
 
-The gradient of the scale of the rows sums the squared displacements of all effects. The
-second-order control variate expands this gradient to first order only, so that minibatches add much
-noise where many effects have few rows each. :class:`~.block_arrow.BlockDifferences` along such
-parameters remove it; in a step each costs about half a product with the Hessian.
+The gradient of the scale of the rows sums the squared displacements of all effects, and the
+effects' curvature changes with this scale. The second-order control variate expands gradients to
+first order, so that minibatches add much noise to both. :class:`~.block_arrow.BlockDifferences` of
+these parameters remove it; each costs about two products with the blocks in a step.
 """
 
 from __future__ import annotations
@@ -33,6 +33,8 @@ def add_needed_differences(inputs: WarmupInputs, fit: Preconditioner) -> Precond
         return fit
     rng = np.random.default_rng(3)  # so that other random numbers of the warm-up do not change
     layout, hessian = fit.factor.layout, fit.reference_hessian
+    if hessian.pairs is not None:  # whose differences the blocks do not have
+        return fit
     bulk = BulkPositions(
         inputs.batched_gradients, fit, rng.standard_normal((_NUM_POSITIONS, potential.dim))
     )
@@ -82,5 +84,5 @@ def add_differences(
             for total, point in zip(products, points, strict=True)
         )
         values.append((above - below) / (2.0 * step))
-    differences = BlockDifferences.from_dense(np.stack(values), steps, columns)
+    differences = BlockDifferences(np.stack(values), steps, columns)
     return replace(hessian, differences=differences)

@@ -471,13 +471,16 @@ def _run_pilot_steps(
                     preconditioner.center,
                     positions[:-1] - preconditioner.center,
                 )
-                _, product = jax.linearize(partial(minibatch.part_gradient, hessian), center)
-                reference += hessian @ displacements - jax.vmap(product)(displacements)
+                part = partial(minibatch.part_gradient, hessian)
+                _, product = jax.linearize(part, center)
+                reference -= jax.vmap(product)(displacements)
                 if isinstance(hessian, BlockArrowMatrix):
-                    reference = hessian.add_second_order(reference, displacements)
+                    reference += hessian.expand(displacements)
                     reference = hessian.subtract_second_order_of(
-                        minibatch.rows_value, center, reference, displacements
+                        part, center, reference, displacements
                     )
+                else:
+                    reference += hessian @ displacements
             return preconditioner.pull_back(q, gradients[:-1] + control_variate_weight * reference)
 
         return _PILOT_STEP(state, step_size, gradient, normals), None

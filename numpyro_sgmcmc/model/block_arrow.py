@@ -369,37 +369,16 @@ class BlockDifferences:
     r"""Central difference quotients of the blocks along some shared parameters.
 
     With the difference quotient :math:`\Delta_j D_g` of a block along the shared parameter j, the
-    gradient with respect to j has the second-order term
-    :math:`\frac12 \sum_g e_g^\top \Delta_j D_g e_g` in the displacements of the effects.
-    The steps are finite, so that a minibatch can have exactly the same differences on its rows.
+    potential has the third-order term
+    :math:`\frac12 \sum_g \delta_j\, e_g^\top \Delta_j D_g e_g` in the displacements of this
+    parameter and of the effects. Its gradient is the part of second order that
+    :meth:`BlockArrowMatrix.expand` adds. The steps are finite, so that a minibatch can have exactly
+    the same differences on its rows.
     """
 
-    values: Any  # half of them, for effects n apart in a cycle, shape `(c, k // 2 + 1, k, G)`
+    values: Any  # shape `(c, k, k, G)`
     steps: Any  # of each shared parameter, to either side, shape `(c,)`
     columns: tuple[int, ...]  # these parameters, by their number
-
-    @classmethod
-    def from_dense(cls, values: Any, steps: Any, columns: tuple[int, ...]) -> BlockDifferences:
-        """Store each pair of effects of symmetric differences ``(c, k, k, G)`` once."""
-        num = values.shape[1]
-        first, apart = np.arange(num), np.arange(num // 2 + 1)[:, None]
-        # A pair of different effects counts twice, except where the cycle has both of its orders.
-        weights = np.where((apart == 0) | (2 * apart == num), 0.5, 1.0)
-        pairs = values[:, first, (first + apart) % num]
-        return cls(pairs * weights[..., None], steps, columns)
-
-    def sum_over_groups(self, effects: Any) -> Any:
-        """Return the second-order terms of effects ``(..., k, G)``, shape ``(..., c)``."""
-        num, num_apart = effects.shape[-2], self.values.shape[1]
-
-        def compute_terms(values: Any, effects: Any) -> Any:
-            rows = [effects[..., None, b, :] for b in range(num)]
-            return sum(
-                row * sum(values[:, n, b] * rows[(b + n) % num] for n in range(num_apart))
-                for b, row in enumerate(rows)
-            )
-
-        return _sum_terms(compute_terms, self.values, effects)
 
 
 @partial(_register, data_fields=["blocks", "strips", "corner", "pairs", "differences"])
@@ -425,12 +404,26 @@ class BlockArrowMatrix:
         return cls(layout.make_blocks(products), strips, corner, layout, pairs)
 
     def __matmul__(self, v: Any) -> Any:
-        effects, shared = self.layout.split(v)
+        return self.layout.merge(*self._multiply(*self.layout.split(v)))
+
+    def expand(self, displacement: Any) -> Any:
+        """Return the product, with the terms of second order that :class:`BlockDifferences` has."""
+        effects, shared = self.layout.split(displacement)
+        of_effects, of_shared = self._multiply(effects, shared)
+        if self.differences is None or self.differences.values is None:
+            return self.layout.merge(of_effects, of_shared)
+        for column, blocks in zip(self.differences.columns, self.differences.values, strict=True):
+            product = _multiply(blocks, effects)
+            of_effects = of_effects + shared[..., column, None, None] * product
+            work = _sum_terms(lambda a, b: (a * b).sum(-2), product, effects)
+            of_shared = of_shared.at[..., column].add(work / 2.0)
+        return self.layout.merge(of_effects, of_shared)
+
+    def _multiply(self, effects: Any, shared: Any) -> tuple[Any, Any]:
         of_effects = _multiply(self.blocks, effects) + self.strips.multiply(shared)
         if self.pairs is not None:
             of_effects = of_effects + self.pairs.multiply(effects)
-        of_shared = shared @ self.corner + self.strips.sum_over_groups(effects)
-        return self.layout.merge(of_effects, of_shared)
+        return of_effects, shared @ self.corner + self.strips.sum_over_groups(effects)
 
     def subtract(self, other: BlockArrowMatrix) -> BlockArrowMatrix:
         """Return the matrix minus one without pairs; strips that are rounding are zero."""
@@ -451,32 +444,40 @@ class BlockArrowMatrix:
         differences = self.differences and replace(self.differences, values=None, steps=None)
         return BlockArrowMatrix(None, None, None, self.layout, differences=differences)
 
-    def add_second_order(self, gradient: Any, displacement: Any) -> Any:
-        """Return a gradient plus the second-order terms of :class:`BlockDifferences`."""
-        if self.differences is None:
-            return gradient
-        terms = self.differences.sum_over_groups(self.layout.split(displacement)[0])
-        return gradient.at[..., self.difference_coordinates].add(terms)
-
     def subtract_second_order_of(
-        self, potential: Callable[[Array], Array], center: Array, gradient: Any, displacement: Any
+        self,
+        rows_gradient: Callable[[Array], Array],
+        center: Array,
+        gradient: Any,
+        displacement: Any,
     ) -> Any:
-        """Return a gradient minus the second-order terms of a minibatch's rows.
+        """Return a gradient minus a minibatch's terms of second order.
 
-        :param potential: the part that depends on the minibatch's rows, a function of the
-            position.
+        :param rows_gradient: gradient of the part of the minibatch's potential that depends on its
+            rows, a function of the position.
         """
         if self.differences is None:
             return gradient
         effects, shared = self.layout.split(displacement)
-        tangents = self.layout.merge(effects, jnp.zeros_like(shared))
+        no_shared = jnp.zeros_like(shared)
+        tangents = self.layout.merge(effects, no_shared)
         coordinates = self.difference_coordinates
-        for coordinate, step in zip(coordinates, self.differences.steps, strict=True):
+        columns, steps = self.differences.columns, self.differences.steps
+        for coordinate, column, step in zip(coordinates, columns, steps, strict=True):
             above, below = (
-                _second_derivative(potential, center.at[coordinate].add(x), tangents)
+                jnp.vectorize(
+                    jax.linearize(rows_gradient, center.at[coordinate].add(x))[1],
+                    signature="(d)->(d)",
+                )(tangents)
                 for x in (step, -step)
             )
-            gradient = gradient.at[..., coordinate].add((below - above) / (4.0 * step))
+            product, _ = self.layout.split((above - below) / (2.0 * step))
+            work = (product * effects).sum((-2, -1))
+            terms = self.layout.merge(
+                shared[..., column, None, None] * product,
+                no_shared.at[..., column].set(work / 2.0),
+            )
+            gradient = gradient - terms
         return gradient
 
     @property
@@ -646,19 +647,6 @@ class BlockArrowFactor:
             return effects
         flat = effects.reshape(*effects.shape[:-2], -1)
         return method(self.correlation, flat).reshape(effects.shape)
-
-
-def _second_derivative(fn: Callable[[Array], Array], position: Array, tangents: Array) -> Array:
-    """Return the second derivatives of a scalar function along tangents ``(..., d)``."""
-
-    def along(tangent: Array) -> Array:
-        def slope(x: Array) -> Array:
-            return jax.jvp(fn, (x,), (tangent,))[1]
-
-        return jax.jvp(slope, (position,), (tangent,))[1]
-
-    # Forward mode: reverse mode would scatter the products to vectors of length d.
-    return jnp.vectorize(along, signature="(d)->()")(tangents)
 
 
 def _multiply(blocks: Any, effects: Any) -> Any:

@@ -14,8 +14,8 @@ With :math:`\tilde U` the minibatch potential, :math:`U` the full-data potential
   noise SD grows with :math:`|\theta - \hat\theta|^2`. It is for models with few coordinates in
   which a few influential observations determine one of them, and for hierarchies. There
   both Hessians are of the rows' part of the potential, since the prior has no noise, and the
-  gradient of some shared parameters, such as the scale of the rows, is expanded to second order in
-  the effects, of which it sums the squares (:class:`~.block_arrow.BlockDifferences`).
+  gradient has terms of second order in the effects and some shared parameters, such as the scale of
+  the rows (:class:`~.block_arrow.BlockDifferences`).
 
 :data:`GRADIENT_ESTIMATORS` lists them by name, and :func:`make_gradient_fn` evaluates one.
 """
@@ -51,10 +51,6 @@ class Minibatch:
     indices: Indices
     arguments: Arguments
     rng_key: Array | None = None
-
-    def rows_value(self, position: Array) -> Array:
-        """Return the rows' part of the potential, a scalar."""
-        return self.potential.rows_value(position, self.indices, self.arguments, self.rng_key)
 
     def part_gradient(self, hessian: Any, position: Array) -> Array:
         """Return the gradient of the part of the potential of which a Hessian is.
@@ -191,16 +187,14 @@ class SecondOrderControlVariate(GradientEstimator):
             terms = gradient(reference + displacement) - gradient(reference) - first_order
             if not isinstance(hessian, BlockArrowMatrix):
                 return terms
-            return hessian.subtract_second_order_of(
-                minibatch.rows_value, reference, terms, displacement
-            )
+            return hessian.subtract_second_order_of(part, reference, terms, displacement)
 
         expansion = preconditioner.reference_gradient
         # To measure noise the Hessian, which adds none, may be left out.
-        if hessian is not None:
-            expansion = expansion + hessian @ displacement
         if isinstance(hessian, BlockArrowMatrix):
-            expansion = hessian.add_second_order(expansion, displacement)
+            expansion = expansion + hessian.expand(displacement)
+        elif hessian is not None:
+            expansion = expansion + hessian @ displacement
         return preconditioner.pull_back(q, mean_over_shards(remainder) + expansion)
 
     def noise_eval_points(self, q: np.ndarray, preconditioner: Preconditioner) -> WeightedPoints:
@@ -216,15 +210,22 @@ class SecondOrderControlVariate(GradientEstimator):
         ]
         hessian = preconditioner.reference_hessian
         if isinstance(hessian, BlockArrowMatrix) and hessian.differences is not None:
-            # The second derivative of these gradients along the effects' displacement.
+            # Second derivatives along the effects' displacement; of the effects' gradients also
+            # along that of the parameters with differences.
             effects, shared = hessian.layout.split(displacement)
             step = hessian.layout.merge(effects, np.zeros_like(shared)) / 2.0
             has_differences = np.zeros(displacement.size)
             has_differences[hessian.difference_coordinates] = 1.0
+            is_effect = hessian.layout.merge(np.ones_like(effects), np.zeros_like(shared))
+            shared_step = has_differences * displacement / 2.0
             points += [
                 (center + step, -2.0 * has_differences),
                 (center - step, -2.0 * has_differences),
                 (center, 4.0 * has_differences),
+                (center + step + shared_step, -is_effect),
+                (center + step - shared_step, is_effect),
+                (center - step + shared_step, is_effect),
+                (center - step - shared_step, -is_effect),
             ]
         return points
 

@@ -62,8 +62,8 @@ def test_differences_remove_the_noise_and_follow_the_center():
     before, after = measure(replace(hessian, differences=None)), measure(hessian)
     assert before[ROW_SCALE] > 0.2
     assert after[ROW_SCALE] < 0.1 * before[ROW_SCALE]
-    others = np.arange(3) != ROW_SCALE
-    np.testing.assert_allclose(after[others], before[others])
+    # The effects' noise, which the gradients of their mean and scale have, is removed as well.
+    assert (after < 0.1 * before).all()
     # The precision that each group's rows add is proportional to the inverse variance of the rows.
     shift = np.eye(3)[ROW_SCALE]
     moved = recenter_block_arrow(inputs, preconditioner, shift, np.eye(3)).reference_hessian
