@@ -38,7 +38,7 @@ from numpyro_sgmcmc.errors import (
 
 # Version of the manifest and of the state, its structure and meaning. Draws on disk are the same
 # since format 1. Format 8: Hessians of hierarchies are those of the rows' part of the potential.
-_FORMAT_VERSION = 8
+_FORMAT_VERSION = 9
 # Checkpoints kept: the second one is used where the newest is damaged.
 _MAX_CHECKPOINTS = 2
 # Digits of a checkpoint's folder, so that names sort as numbers do.
