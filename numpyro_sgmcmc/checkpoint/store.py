@@ -37,7 +37,8 @@ from numpyro_sgmcmc.errors import (
 )
 
 # Version of the manifest and of the state, its structure and meaning. Draws on disk are the same
-# since format 1. Format 8: Hessians of hierarchies are those of the rows' part of the potential.
+# since format 1. Formats 8 and 9: Hessians of hierarchies are those of the rows' part of the
+# potential, and their differences have all entries of a block.
 _FORMAT_VERSION = 9
 # Checkpoints kept: the second one is used where the newest is damaged.
 _MAX_CHECKPOINTS = 2
