@@ -50,9 +50,6 @@ from numpyro_sgmcmc.model.block_arrow import (
 )
 from numpyro_sgmcmc.model.preconditioner import Preconditioner
 
-# Of an initial position, for a last fit where all others diverge, as may those of counts whose
-# expectations are far too large; not zero, which may be a saddle point.
-_LAST_INIT_SCALE = 0.1
 _MAX_ITERATIONS = 60  # of BFGS; models with 5 shared parameters need 10 to 15
 # Newton decrement, in posterior SDs of the shared parameters, at which the fit has converged, and
 # iterations in a row below it.
@@ -129,8 +126,6 @@ def fit_hierarchy_from_each(
     remaining = iter(positions)
     fits = (fit_hierarchy(inputs, layout, position) for position in remaining)
     first = next((fit for fit in fits if fit is not None), None)
-    if first is None and not inputs.settings.has_init_params:
-        first = fit_hierarchy(inputs, layout, _LAST_INIT_SCALE * positions[0])
     if first is None:
         return None
     if not first.reference_hessian.pairs and layout.num_shared <= _MAX_TREND_SHARED:

@@ -195,10 +195,6 @@ def test_fits_that_differ_are_left_out():
     nowhere = np.full(inputs.potential.dim, np.nan)  # its fit does not converge
     assert fit_hierarchy_from_each(inputs, layout, [nowhere, positive]) is not None
     assert fit_hierarchy_from_each(inputs, layout, [nowhere]) is None
-    far = layout.merge(effects, np.array([1.0, 60.0]))  # variances that overflow
-    with np.errstate(all="ignore"):  # as in the warm-up
-        assert fit_hierarchy(inputs, layout, far) is None
-        assert fit_hierarchy_from_each(inputs, layout, [far]) is not None  # from a tenth of it
 
 
 def crossed_model(user, item, y, batch_size=None):
