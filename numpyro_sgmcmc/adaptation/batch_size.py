@@ -44,7 +44,9 @@ _SIMILAR_COST_RATIO = 1.2
 # of the chains that step together and of a coordinate in it; of an operation of a gradient, for all
 # of them together, and of a number that it computes.
 _SECONDS_PER_STEP, _SECONDS_PER_COORDINATE = 3.5e-6, 1.2e-8
-_SECONDS_PER_OPERATION, _SECONDS_PER_VALUE = 5.5e-8, 1.3e-10
+_SECONDS_PER_OPERATION = 5.5e-8
+SECONDS_PER_VALUE = 1.3e-10
+"""Seconds of a multiplication and addition, or of one number of an elementwise operation."""
 _NUM_CHAINS = 4  # the number is not known yet
 
 
@@ -107,7 +109,7 @@ def estimate_gradient_seconds(
     position = jax.ShapeDtypeStruct((potential.dim,), potential.dtype)
     jaxpr = jax.make_jaxpr(potential.gradient)(position, indices, arguments, key).jaxpr
     num_operations, num_values = count_work(jaxpr)
-    return _SECONDS_PER_OPERATION * num_operations / num_together + _SECONDS_PER_VALUE * num_values
+    return _SECONDS_PER_OPERATION * num_operations / num_together + SECONDS_PER_VALUE * num_values
 
 
 def estimate_step_cost(
@@ -122,6 +124,7 @@ def estimate_step_cost(
     )
     seconds_of_rows, relative_cost = doubled - seconds, choice.estimator.relative_cost
     per_step = relative_cost * max(0.0, seconds - seconds_of_rows)
+    per_step += SECONDS_PER_VALUE * choice.num_factor_products
     return StepCost(
         _SECONDS_PER_STEP + _SECONDS_PER_COORDINATE * potential.dim + per_step,
         relative_cost * seconds_of_rows / sum(p.subsample_size for p in potential.plates),

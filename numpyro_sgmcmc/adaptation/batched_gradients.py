@@ -312,6 +312,8 @@ def _evaluate_pairs(
 
 
 @partial(jax.jit, static_argnames="potential")
+# GPUs round to 10 bits otherwise, and the Hessian of correlated columns is not definite.
+@jax.default_matmul_precision("highest")
 def _sum_gradients_and_products(
     potential: Potential,
     arguments: Arguments,

@@ -75,6 +75,10 @@ class WarmupBudget:
             num_consistency_lines=max(_MIN_HIERARCHY_LINES, self.num_consistency_lines),
         )
 
+    def for_hessian_root(self) -> WarmupBudget:
+        """Return the budget in coordinates of the Hessian's inverse root, which need few draws."""
+        return replace(self, num_pilot_chains=8, pilot_window_steps=(200, 400, 400))
+
     @property
     def max_gradient_evaluations(self) -> int:
         """Gradient evaluations of the fits and the pilot chains, most of the work, at most."""

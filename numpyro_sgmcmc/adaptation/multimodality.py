@@ -107,8 +107,8 @@ class Modes:
 def find_modes(inputs: WarmupInputs, pilot: PilotResult, fits: Sequence[MeanField]) -> Modes:
     """Return the mode of the pilot chains, which started from the first fit, and other modes."""
     # A hierarchy has its coordinates only if its fit converged; its chains may still be slow, as
-    # where a scale may be zero.
-    has_fit = pilot.preconditioner.is_block_arrow
+    # where a scale may be zero. Coordinates of a Hessian are those of nearly normal posteriors.
+    has_fit = pilot.preconditioner.is_common
     if not has_fit and (rescaled := rescale_to_prior(inputs, pilot)):
         return Modes(rescaled, (), has_dominant_mode=False)
     others = find_other_modes(inputs, pilot, fits)
@@ -149,6 +149,10 @@ def find_other_modes(
     for k, fit in enumerate(candidates, 1):
         if any(is_fit_near(fit, mode.positions, fit_error) for mode in known_modes):
             continue
+        if main.preconditioner.is_hessian_root:  # of thousands of coordinates some are off
+            line = interpolate_line(fit.mean, main.center)
+            if not has_barrier(batched_gradients.full_potentials(line)):
+                continue
         if seconds >= max_seconds:
             break
         preconditioner = build_preconditioner_from_fit(inputs, fit)

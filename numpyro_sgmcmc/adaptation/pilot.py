@@ -29,7 +29,12 @@ from numpyro_sgmcmc.adaptation.gradient_noise import (
     estimate_max_curvature,
     measure_noise,
 )
-from numpyro_sgmcmc.adaptation.preconditioning import factorize_covariance, update_preconditioner
+from numpyro_sgmcmc.adaptation.preconditioning import (
+    MAX_CENTER_SHIFT_SD,
+    compute_rms,
+    factorize_covariance,
+    update_preconditioner,
+)
 from numpyro_sgmcmc.adaptation.settings import MAX_CONVERGED_R_HAT, WarmupInputs
 from numpyro_sgmcmc.adaptation.step_size import NoiseLimit
 from numpyro_sgmcmc.adaptation.variational import MeanField
@@ -55,13 +60,15 @@ PILOT_THINNING = 5  # steps
 # Draws with 1.5 times the posterior variance leave the preconditioner as it is, since the variance
 # of the gradients at them is as much larger.
 _TARGET_SD_BIAS = 1.0
+# In coordinates of a Hessian none are needed for them, but the noise at draws with 1.5 times the
+# variance is twice that of the posterior.
+_TARGET_SD_BIAS_OF_HESSIAN = 0.2
 _MAX_STEPS_PER_CALL = 100
 _MAX_NORMALS_PER_CALL = 2**25  # bounds memory: 128 MiB of normals per call
 LOST_STEP_FACTOR = 0.25  # of steps after a window whose chains were lost
 _MAX_DISTANCE_SD = 1e3  # preconditioned distance from the center at which a chain counts as lost
 # Variance of converged chains over that of the posterior, which noise may inflate 1.5-fold.
 _MAX_VARIANCE_RATIO = 4.0
-_MAX_CENTER_SHIFT_SD = 0.5  # largest mean of converged chains, in preconditioned coordinates
 _NUM_CURVATURE_POSITIONS = 4  # bounds the gradients for the largest curvature
 _NONFINITE_STEP_FACTOR = 0.5  # of steps after a window at whose mean the gradient is not finite
 # Windows on larger minibatches: their number, row gradients of each, how much larger minibatches
@@ -165,12 +172,15 @@ def run_pilot_windows(
         time = draws.shape[1] * PILOT_THINNING * step_size
         num_independent = time / PILOT_DYNAMICS.relaxation_time(step_size)
         if is_block_arrow:  # of thousands of effects some differ by chance
-            layout = pilot.preconditioner.factor.layout
-            compared = layout.take_shared(draws).astype(np.float64)
-            max_r_hat = compute_max_r_hat(num_independent, len(draws), layout.num_shared)
+            compared = pilot.preconditioner.factor.layout.take_shared(draws).astype(np.float64)
+        if pilot.preconditioner.is_common:
+            max_r_hat = compute_max_r_hat(num_independent, len(draws), compared.shape[-1])
         within_variance = np.maximum(compared.var(1).mean(0), np.finfo(float).tiny)
         r_hat = float(compute_r_hat(compared.mean(1), within_variance).max())
-        is_centered = np.abs(compared.mean((0, 1))).max() < _MAX_CENTER_SHIFT_SD
+        shift = np.abs(compared.mean((0, 1)))
+        if pilot.preconditioner.is_hessian_root:
+            shift = compute_rms(shift)
+        is_centered = shift.max() < MAX_CENTER_SHIFT_SD
         pilot = replace(
             pilot,
             is_converged=bool(r_hat < max_r_hat and is_centered),
@@ -256,6 +266,12 @@ def init_pilot(inputs: WarmupInputs, preconditioner: Preconditioner, fit: MeanFi
     return PilotResult(preconditioner, preconditioner.solve(fit.sd * normals))
 
 
+def init_standard_pilot(inputs: WarmupInputs, preconditioner: Preconditioner) -> PilotResult:
+    """Return pilot chains at initial positions that are standard normal in their coordinates."""
+    shape = inputs.budget.num_pilot_chains, inputs.potential.dim
+    return PilotResult(preconditioner, inputs.rng.standard_normal(shape))
+
+
 def _choose_pilot_step(
     inputs: WarmupInputs, pilot: PilotResult, max_step_size: float
 ) -> tuple[GradientEstimator, float, GradientNoiseStats]:
@@ -263,17 +279,19 @@ def _choose_pilot_step(
 
     :return: estimator, step size, and noise of the control variates if there are any.
     """
-    has_hessian = pilot.preconditioner.reference_hessian is not None
+    preconditioner = pilot.preconditioner
+    has_hessian = preconditioner.reference_hessian is not None or preconditioner.is_hessian_root
     control_variate = SecondOrderControlVariate() if has_hessian else ControlVariate()
     estimators: tuple[GradientEstimator, ...] = (MinibatchGradient(), control_variate)
     if inputs.potential.is_stochastic:
         estimators = (MinibatchGradient(),)
-    bulk = BulkPositions(inputs.batched_gradients, pilot.preconditioner, pilot.q)
+    bulk = BulkPositions(inputs.batched_gradients, preconditioner, pilot.q)
     noise_stats = measure_noise(bulk, estimators, IIDSubsampling(), inputs.rng)
     max_curvature = estimate_max_curvature(
         replace(bulk, q=pilot.q[:_NUM_CURVATURE_POSITIONS]), inputs.rng
     )
-    limit = NoiseLimit(PILOT_DYNAMICS, max_step_size, max_curvature, _TARGET_SD_BIAS)
+    target = _TARGET_SD_BIAS_OF_HESSIAN if preconditioner.is_hessian_root else _TARGET_SD_BIAS
+    limit = NoiseLimit(PILOT_DYNAMICS, max_step_size, max_curvature, target)
     step_sizes = {e: limit.limit_step_size(noise_stats[e])[0] for e in estimators}
     estimator = max(estimators, key=lambda e: (step_sizes[e], e.needs_reference))
     return estimator, step_sizes[estimator], noise_stats[estimators[-1]]
@@ -465,7 +483,8 @@ def _run_pilot_steps(
                 positions
             )
             reference = preconditioner.reference_gradient - gradients[-1]
-            if (hessian := preconditioner.reference_hessian) is not None:
+            hessian = preconditioner.reference_hessian
+            if hessian is not None or preconditioner.is_hessian_root:
                 minibatch = Minibatch(potential, indices, arguments, key)
                 center, displacements = (
                     preconditioner.center,
@@ -479,9 +498,12 @@ def _run_pilot_steps(
                     reference = hessian.subtract_second_order_of(
                         part, center, reference, displacements
                     )
-                else:
+                elif hessian is not None:
                     reference += hessian @ displacements
-            return preconditioner.pull_back(q, gradients[:-1] + control_variate_weight * reference)
+            gradient = preconditioner.pull_back(
+                q, gradients[:-1] + control_variate_weight * reference
+            )
+            return gradient + control_variate_weight * q * preconditioner.is_hessian_root
 
         return _PILOT_STEP(state, step_size, gradient, normals), None
 

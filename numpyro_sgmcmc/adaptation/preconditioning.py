@@ -22,6 +22,7 @@ from numpyro_sgmcmc.adaptation.budget import count_rows_per_gradient
 from numpyro_sgmcmc.adaptation.gradient_noise import GradientNoiseStats
 from numpyro_sgmcmc.adaptation.hierarchical_fit import recenter_block_arrow
 from numpyro_sgmcmc.adaptation.settings import WarmupInputs
+from numpyro_sgmcmc.model.hessian_factor import HessianFactor
 from numpyro_sgmcmc.model.low_rank import LowRankFactor
 from numpyro_sgmcmc.model.preconditioner import Preconditioner
 
@@ -51,6 +52,10 @@ _MAX_REFINED_DIRECTIONS, _NUM_DIRECTION_DRAWS = 32, 1_024
 # Gradient noise variance to which full-data gradients are estimated. A direction is visible up to
 # the variance 1 / 0.02 of the posterior along it.
 _TARGET_GRADIENT_NOISE_VARIANCE = 0.02
+MAX_CENTER_SHIFT_SD = 0.5
+"""Largest mean of converged chains in preconditioned coordinates; in those of a Hessian, whose
+positions stay near the center, the root mean square."""
+
 # Mean of the shared parameters of a hierarchy in preconditioned units, and ratio of their variances
 # to one, beyond which they are refitted; the same relative to the sampling errors.
 _MAX_SHIFT_SD, _MAX_VARIANCE_RATIO = 0.3, 1.7
@@ -325,6 +330,8 @@ def update_preconditioner(
     batched_gradients = inputs.batched_gradients
     if preconditioner.is_block_arrow:
         return _update_block_arrow(inputs, preconditioner, draws, num_independent)
+    if preconditioner.is_hessian_root:
+        return _update_hessian_root(inputs, preconditioner, draws)
     center, dim = preconditioner.to_position(draws.mean((0, 1))), draws.shape[-1]
     num_rows = budget.num_representative_rows
     if settings.inverse_mass_matrix is not None:
@@ -389,6 +396,35 @@ def _update_block_arrow(
         return PreconditionerUpdate(preconditioner, no_bounds)
     updated = recenter_block_arrow(inputs, preconditioner, *refit)
     return PreconditionerUpdate(updated, no_bounds) if updated is not None else None
+
+
+def _update_hessian_root(
+    inputs: WarmupInputs, preconditioner: Preconditioner, draws: np.ndarray
+) -> PreconditionerUpdate | None:
+    """Take the Hessian at the mean of the draws, where that is far from the center."""
+    mean, no_bounds = draws.mean((0, 1), dtype=np.float64), np.ones(draws.shape[-1])
+    if compute_rms(mean) < MAX_CENTER_SHIFT_SD:
+        return PreconditionerUpdate(preconditioner, no_bounds)
+    updated = build_hessian_root(inputs, preconditioner.to_position(mean))
+    return PreconditionerUpdate(updated, no_bounds) if updated is not None else None
+
+
+def build_hessian_root(inputs: WarmupInputs, center: np.ndarray) -> Preconditioner | None:
+    """Return coordinates of the inverse root of the full-data Hessian at a center.
+
+    :return: None where the Hessian is not positive definite.
+    """
+    hessian = inputs.batched_gradients.full_hessian(center)
+    factor = HessianFactor.from_hessian(hessian, inputs.potential.dtype)
+    if factor is None:
+        return None
+    updated = Preconditioner(center, factor, inputs.batched_gradients.full_gradient(center))
+    return updated if updated.is_finite() else None
+
+
+def compute_rms(x: np.ndarray) -> np.ndarray:
+    """Return the root mean square of the entries."""
+    return np.sqrt(np.square(x).mean())
 
 
 def refit_standard_normal(

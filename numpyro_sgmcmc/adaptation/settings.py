@@ -62,6 +62,7 @@ class WarmupSettings:
     subsampling: Subsampling | None
     inverse_mass_matrix: np.ndarray | None  # shape `(d,)` or `(d, d)`
     is_dense: bool  # whether an adapted mass matrix is dense
+    is_form_free: bool  # whether that was left to the warm-up
     # whether coordinates must be those of the sites: only a diagonal is adapted then
     is_site_aligned: bool
     # blocks of a structured dense matrix, shape `(d, d)`, or None
@@ -154,6 +155,8 @@ class SubsamplingChoice:
     step_size: float  # longest step size for the curvature and this noise
     variance_inflation: float  # relative increase of posterior variances predicted at it
     max_curvature: float  # largest preconditioned curvature
+    # multiplications of a step by a large matrix, which do not depend on the batch size
+    num_factor_products: int = 0
 
 
 @dataclass(frozen=True)

@@ -142,7 +142,11 @@ def choose_subsampling(
     subsampling = candidates.subsampling
     if subsampling is None:
         subsampling = _choose_subsampling(inputs, bulk, noise, iid, contiguous)
-    return replace(contiguous if subsampling.is_contiguous else iid, subsampling=subsampling)
+    return replace(
+        contiguous if subsampling.is_contiguous else iid,
+        subsampling=subsampling,
+        num_factor_products=bulk.preconditioner.num_products,
+    )
 
 
 def choose_estimator(
@@ -156,15 +160,22 @@ def choose_estimator(
     for estimator in estimators:
         noise_stats = noise[estimator]
         step_size, variance_inflation = limit.limit_step_size(noise_stats)
-        # Where the target cannot be met, no step is shorter: the variance inflation counts.
-        penalty = max(1.0, 2.0 * variance_inflation / limit.target_sd_bias)
-        relaxation_time = limit.dynamics.relaxation_time(step_size, noise_stats.variance)
-        cost = estimator.relative_cost * penalty * relaxation_time / step_size
         choice = SubsamplingChoice(
             estimator, subsampling, noise_stats, step_size, variance_inflation, limit.max_curvature
         )
+        cost = estimator.relative_cost * count_equivalent_steps(choice, limit)
         costs.append((cost, estimator.name, choice))
     return min(costs, key=lambda c: c[:2])[2]
+
+
+def count_equivalent_steps(choice: SubsamplingChoice, limit: NoiseLimit) -> float:
+    """Return the steps per independent draw, more where the target cannot be met.
+
+    No step is shorter then: the variance inflation counts.
+    """
+    penalty = max(1.0, 2.0 * choice.variance_inflation / limit.target_sd_bias)
+    relaxation_time = limit.dynamics.relaxation_time(choice.step_size, choice.noise_stats.variance)
+    return float(penalty * relaxation_time / choice.step_size)
 
 
 def _choose_subsampling(

@@ -25,6 +25,7 @@ from numpyro_sgmcmc.adaptation.gradient_noise import (
     UNKNOWN_NOISE,
     measure_noise_covariance,
 )
+from numpyro_sgmcmc.adaptation.hessian_root import choose_hessian_root
 from numpyro_sgmcmc.adaptation.hierarchical_fit import fit_hierarchy_from_each
 from numpyro_sgmcmc.adaptation.influential import find_influential_rows, precompile_influential_rows
 from numpyro_sgmcmc.adaptation.initialisation import (
@@ -47,6 +48,7 @@ from numpyro_sgmcmc.adaptation.pilot import (
     PilotResult,
     build_preconditioner_from_fit,
     init_pilot,
+    init_standard_pilot,
     precompile_pilot,
     refine_pilot,
     run_pilot_windows,
@@ -84,6 +86,7 @@ from numpyro_sgmcmc.dynamics.base import GradientNoiseCovariance
 from numpyro_sgmcmc.errors import ModelWarning, ModelWarningKind, warn_user
 from numpyro_sgmcmc.model.block_arrow import find_block_arrow_layout
 from numpyro_sgmcmc.model.gradient_estimators import (
+    GRADIENT_ESTIMATORS,
     GradientEstimator,
     MinibatchGradient,
     SecondOrderControlVariate,
@@ -122,8 +125,7 @@ def warm_up_globals(inputs: WarmupInputs, init_positions: Iterable[np.ndarray]) 
             candidates = replace(candidates, estimators=estimators)
         fits = [MeanField(hierarchy.center, hierarchy.sds)]
         inputs = _include_influential_rows(inputs, fits[0])
-        normals = inputs.rng.standard_normal((inputs.budget.num_pilot_chains, inputs.potential.dim))
-        pilot = PilotResult(hierarchy, normals)
+        pilot = init_standard_pilot(inputs, hierarchy)
     else:
         _start_compilation(inputs, candidates)
         positions, prior_positions = find_init_positions(inputs, init_positions)
@@ -136,7 +138,13 @@ def warm_up_globals(inputs: WarmupInputs, init_positions: Iterable[np.ndarray]) 
             gradient = inputs.batched_gradients.full_gradient(positions[0])
             preconditioner = Preconditioner(positions[0], preconditioner.factor, gradient)
         check_finite_gradient(inputs, preconditioner)
-        pilot = init_pilot(inputs, preconditioner, fits[0])
+        root = choose_hessian_root(inputs, candidates, preconditioner, fits[0])
+        if root is None:
+            pilot = init_pilot(inputs, preconditioner, fits[0])
+        else:
+            inputs = replace(inputs, budget=budget.for_hessian_root())
+            candidates = replace(candidates, estimators=tuple(GRADIENT_ESTIMATORS.values()))
+            pilot = init_standard_pilot(inputs, root)
     pilot = run_pilot_windows(inputs, pilot, inputs.budget.pilot_window_steps)
     modes = find_modes(inputs, pilot, fits)
     if modes.has_dominant_mode:
@@ -380,7 +388,8 @@ def _add_reference_hessian(
     """Return the chains' preconditioner, with the Hessian at its center only if that is needed."""
     if not estimator.needs_hessian:
         preconditioner = preconditioner._replace(reference_hessian=None)
-    if estimator.needs_hessian and preconditioner.reference_hessian is None:
+    has_hessian = preconditioner.reference_hessian is not None or preconditioner.is_hessian_root
+    if estimator.needs_hessian and not has_hessian:
         hessian = inputs.batched_gradients.full_hessian(preconditioner.center)
         preconditioner = preconditioner._replace(reference_hessian=hessian)
     return preconditioner.cast(inputs.potential.dtype)

@@ -32,6 +32,7 @@ from numpyro_sgmcmc.adaptation.pilot import compute_r_hat
 from numpyro_sgmcmc.diagnostics.geometry import FunnelNeck, TailTransform
 from numpyro_sgmcmc.diagnostics.run_data import ConvergenceStats
 from numpyro_sgmcmc.model.block_arrow import BlockArrowFactor
+from numpyro_sgmcmc.model.hessian_factor import HessianFactor
 from numpyro_sgmcmc.model.preconditioner import Preconditioner
 from numpyro_sgmcmc.sampling.bias_monitor import FULL_MOMENTS_MAX_DIM, RunningSums, get_split_factor
 
@@ -305,14 +306,14 @@ def _compute_mean_diagonal(total: RunningSums, dim: int) -> np.ndarray:
 
 def _scale_to_positions(q: np.ndarray, factor: Any) -> np.ndarray:
     """Return a preconditioned displacement as one of positions."""
-    if isinstance(factor, BlockArrowFactor):
+    if isinstance(factor, (BlockArrowFactor, HessianFactor)):
         return np.asarray(factor.apply(q))
     return factor @ q if factor.ndim == 2 else factor * q
 
 
 def _compute_position_variances(covariance: np.ndarray, factor: Any) -> np.ndarray:
     """Return the variances of positions, given a covariance of preconditioned ones."""
-    if isinstance(factor, BlockArrowFactor):
+    if isinstance(factor, (BlockArrowFactor, HessianFactor)):
         return np.asarray(factor.apply_squared(covariance))
     if covariance.ndim == 2:
         matrix = np.diag(factor) if factor.ndim == 1 else factor

@@ -611,6 +611,11 @@ class BlockArrowFactor:
         effects = self._correlate(effects, LowRankFactor.apply)
         return self.layout.merge(effects, shared @ self.shared_factor)
 
+    @property
+    def has_chain_axis(self) -> bool:
+        """True where each chain has its own, as in a batch of one chain."""
+        return self.shared_factor.ndim > 2
+
     def apply_squared(self, variances: Any) -> Any:
         """Return the variances of ``L q`` from those of uncorrelated ``q``."""
         effects, shared = self.layout.split(variances)

@@ -190,12 +190,14 @@ class SecondOrderControlVariate(GradientEstimator):
             return hessian.subtract_second_order_of(part, reference, terms, displacement)
 
         expansion = preconditioner.reference_gradient
-        # To measure noise the Hessian, which adds none, may be left out.
+        # To measure noise the Hessian, which adds none, may be left out. It is the identity in
+        # coordinates of its inverse root.
         if isinstance(hessian, BlockArrowMatrix):
             expansion = expansion + hessian.expand(displacement)
         elif hessian is not None:
             expansion = expansion + hessian @ displacement
-        return preconditioner.pull_back(q, mean_over_shards(remainder) + expansion)
+        gradient = preconditioner.pull_back(q, mean_over_shards(remainder) + expansion)
+        return gradient + q if preconditioner.is_hessian_root else gradient
 
     def noise_eval_points(self, q: np.ndarray, preconditioner: Preconditioner) -> WeightedPoints:
         # The derivative along the displacement, by a central difference.

@@ -18,6 +18,7 @@ import numpy as np
 from jax import lax
 
 from numpyro_sgmcmc.model.block_arrow import BlockArrowFactor
+from numpyro_sgmcmc.model.hessian_factor import HessianFactor
 from numpyro_sgmcmc.model.low_rank import LowRankFactor
 
 
@@ -29,13 +30,15 @@ class Preconditioner(NamedTuple):
     """
 
     center: Any  # the origin, a position of shape `(d,)`
-    # L: shape `(d,)` for a diagonal, `(d, d)` for a matrix, or a `BlockArrowFactor`
+    # L: shape `(d,)` for a diagonal, `(d, d)` for a matrix, a `BlockArrowFactor` or a
+    # `HessianFactor`
     factor: Any
     # full-data gradient at the center in model coordinates, shape `(d,)`; None where only the map
     # is needed
     reference_gradient: Any = None
     # full-data Hessian at the center in model coordinates, shape `(d, d)`, or a `BlockArrowMatrix`
-    # of the part that depends on the rows; None unless an estimator needs it
+    # of the part that depends on the rows; None unless an estimator needs it, and where L is its
+    # inverse root
     reference_hessian: Any = None
     # for a diagonal D: a `LowRankFactor` that makes it `L = D (I + U (S - I) U^T)`, or None
     low_rank: LowRankFactor | None = None
@@ -43,7 +46,7 @@ class Preconditioner(NamedTuple):
     @property
     def is_dense(self) -> bool:
         """True if the factor is a matrix; with or without a leading axis of chains."""
-        return not self.is_block_arrow and self.factor.ndim > self.center.ndim
+        return not self.is_common and self.factor.ndim > self.center.ndim
 
     @property
     def is_block_arrow(self) -> bool:
@@ -51,11 +54,26 @@ class Preconditioner(NamedTuple):
         return isinstance(self.factor, BlockArrowFactor)
 
     @property
+    def is_hessian_root(self) -> bool:
+        """True if the factor is the inverse root of the Hessian at the center."""
+        return isinstance(self.factor, HessianFactor)
+
+    @property
+    def num_products(self) -> int:
+        """Multiplications of a step by the inverse root of a Hessian: for position and gradient."""
+        return 2 * self.factor.matrix.size if self.is_hessian_root else 0
+
+    @property
+    def is_common(self) -> bool:
+        """True if the factor is large and the same for all chains."""
+        return self.is_block_arrow or self.is_hessian_root
+
+    @property
     def inverse_mass_matrix(self) -> Any:
         """``L L^T`` where the factor is a matrix, else its diagonal."""
         if self.is_dense:
             return _outer_product(self.factor)
-        if self.is_block_arrow:
+        if self.is_common:
             return _diagonal_of_outer_product(self)
         variances = self.factor * self.factor
         return variances if self.low_rank is None else variances * self.low_rank.diagonal_of_square
@@ -70,7 +88,7 @@ class Preconditioner(NamedTuple):
     @property
     def log_det(self) -> float:
         """Logarithm of the determinant of L; for NumPy arrays."""
-        if self.is_block_arrow:
+        if self.is_common:
             return self.factor.log_det
         if self.is_dense:
             return float(np.linalg.slogdet(self.factor)[1])
@@ -100,7 +118,7 @@ class Preconditioner(NamedTuple):
 
     def apply(self, v: Any) -> Any:
         """Return a displacement in model coordinates, ``L v``."""
-        if self.is_block_arrow:
+        if self.is_common:
             return self.factor.apply(v)
         if not self.is_dense:
             return self.factor * (v if self.low_rank is None else self.low_rank.apply(v))
@@ -108,7 +126,7 @@ class Preconditioner(NamedTuple):
 
     def solve(self, v: Any) -> Any:
         """Return a displacement in preconditioned coordinates, ``L^-1 v``."""
-        if self.is_block_arrow:
+        if self.is_common:
             return self.factor.solve(v)
         if not self.is_dense:
             v = v / self.factor
@@ -118,7 +136,7 @@ class Preconditioner(NamedTuple):
 
     def apply_transpose(self, gradient: Any) -> Any:
         """Return a gradient with respect to ``q`` from one with respect to positions, ``L^T g``."""
-        if self.is_block_arrow:
+        if self.is_common:
             return self.factor.apply_transpose(gradient)
         if self.is_dense:
             return gradient @ self.factor
@@ -142,9 +160,9 @@ class Preconditioner(NamedTuple):
     def split_chains(self) -> tuple[Preconditioner, ...]:
         """Return the preconditioner of each chain, from arrays with a leading axis of chains.
 
-        The factor of a hierarchy has none where all chains have the same.
+        A factor has none where all chains have the same.
         """
-        is_common = self.is_block_arrow and self.factor.shared_factor.ndim == 2
+        is_common = self.is_common and not self.factor.has_chain_axis
         split = self._replace(factor=None) if is_common else self
         chains = [jax.tree.map(lambda x, c=c: x[c], split) for c in range(len(self.center))]
         return tuple(p._replace(factor=self.factor) if is_common else p for p in chains)
@@ -198,9 +216,9 @@ def _outer_product(factor: Any) -> Any:
 
 @jax.jit
 def _diagonal_of_outer_product(preconditioner: Preconditioner) -> Any:
-    """Return the diagonal of ``L L^T`` of a block-arrow factor, of one chain or of each."""
+    """Return the diagonal of ``L L^T`` of a common factor, of one chain or of each."""
     factor, center = preconditioner.factor, preconditioner.center
-    if factor.shared_factor.ndim > 2:
+    if factor.has_chain_axis:
         return lax.map(_diagonal_of_outer_product, preconditioner)
     variances = factor.apply_squared(jnp.ones(center.shape[-1], center.dtype))
     return jnp.broadcast_to(variances, center.shape)

@@ -583,6 +583,7 @@ def build_warmup_settings(
         subsampling=SUBSAMPLINGS.get(options.subsampling),
         inverse_mass_matrix=inverse_mass_matrix,
         is_dense=potential.dim <= max_dense_dim if is_dense is None else bool(is_dense),
+        is_form_free=is_dense is None,
         is_site_aligned=is_site_aligned and not is_dense,
         mass_matrix_mask=mask,
         target_sd_bias=options.target_sd_bias,

@@ -167,10 +167,9 @@ class AdaptState(NamedTuple):
 def make_chain_axes(preconditioner: Preconditioner) -> Any:
     """Return the axes of chains of a batch of states, for ``vmap``.
 
-    The matrices of a hierarchy are the same for all chains and have none, so that a product reads
-    them once.
+    Large matrices are the same for all chains and have none, so that a product reads them once.
     """
-    if not preconditioner.is_block_arrow:
+    if not preconditioner.is_common:
         return 0
     adapt_state = AdaptState._make([0] * len(AdaptState._fields))
     adapt_state = adapt_state._replace(preconditioner=Preconditioner(0, None, 0))

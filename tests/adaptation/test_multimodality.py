@@ -439,7 +439,7 @@ def test_other_differences_are_not_described_as_rotations(other, word):
 @pytest.mark.parametrize("is_block_arrow", [True, False])
 def test_slow_chains_of_a_fitted_hierarchy_have_a_dominant_mode(monkeypatch, is_block_arrow):
     """R-hat of a scale near zero may exceed two although fits from several positions agree."""
-    pilot = SimpleNamespace(preconditioner=SimpleNamespace(is_block_arrow=is_block_arrow))
+    pilot = SimpleNamespace(preconditioner=SimpleNamespace(is_common=is_block_arrow))
     monkeypatch.setattr(multimodality, "rescale_to_prior", lambda inputs, pilot: pilot)
     monkeypatch.setattr(multimodality, "find_other_modes", lambda inputs, pilot, fits: ())
     assert multimodality.find_modes(None, pilot, []).has_dominant_mode == is_block_arrow

@@ -55,7 +55,8 @@ def test_hierarchy_with_large_noise_has_independent_minibatches(
     """With those of an epoch the SD of the rows was 0.4 posterior SDs too large."""
     estimator = SecondOrderControlVariate()
     stats = {estimator: GradientNoiseStats(variance, 0.0, variance, 8, 2)}
-    bulk = SimpleNamespace(preconditioner=SimpleNamespace(is_block_arrow=is_hierarchy))
+    preconditioner = SimpleNamespace(is_block_arrow=is_hierarchy, num_products=0)
+    bulk = SimpleNamespace(preconditioner=preconditioner)
     choice = choose_subsampling(
         make_inputs(survey, tuple(survey_data()), BATCH),
         Candidates((estimator,), None, True),
