@@ -597,6 +597,7 @@ class BatchedGradients:
     def _sharded_pass_products(
         self, positions: np.ndarray, directions: np.ndarray
     ) -> tuple[np.ndarray, np.ndarray]:
+        """Return :meth:`large_pass_products` of rows that are sharded over devices."""
         potential = JittedPotential(self.potential, self.arguments)
         gradients = np.stack([potential.gradient(position) for position in positions])
         products = np.zeros((len(positions), *directions.shape))

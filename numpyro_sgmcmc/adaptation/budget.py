@@ -30,6 +30,9 @@ _MIN_HIERARCHY_LINES = 16
 # Minibatches per position by which its bias of means is predicted: each has noise of all groups.
 _MAX_HIERARCHY_BIAS_PROBES = 2
 
+# Pilot chains and steps of their windows in coordinates that a fit has found.
+_NUM_FITTED_CHAINS, _FITTED_WINDOWS = 8, (200, 400, 400)
+
 # Pilot windows that always run. Each ends with a pass over all rows, which on disk is all its time.
 _MIN_PILOT_WINDOWS, _MAX_ON_DISK_WINDOWS = 2, 2
 
@@ -69,15 +72,17 @@ class WarmupBudget:
         """Return the budget after the fit of a hierarchy, whose shared parameters need draws."""
         return replace(
             self,
-            num_pilot_chains=8,
-            pilot_window_steps=(200, 400, 400),
+            num_pilot_chains=_NUM_FITTED_CHAINS,
+            pilot_window_steps=_FITTED_WINDOWS,
             num_bias_probes=min(_MAX_HIERARCHY_BIAS_PROBES, self.num_bias_probes),
             num_consistency_lines=max(_MIN_HIERARCHY_LINES, self.num_consistency_lines),
         )
 
     def for_hessian_root(self) -> WarmupBudget:
         """Return the budget in coordinates of the Hessian's inverse root, which need few draws."""
-        return replace(self, num_pilot_chains=8, pilot_window_steps=(200, 400, 400))
+        return replace(
+            self, num_pilot_chains=_NUM_FITTED_CHAINS, pilot_window_steps=_FITTED_WINDOWS
+        )
 
     @property
     def max_gradient_evaluations(self) -> int:

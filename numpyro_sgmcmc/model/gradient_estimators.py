@@ -12,10 +12,11 @@ With :math:`\tilde U` the minibatch potential, :math:`U` the full-data potential
 - :class:`SecondOrderControlVariate`: the first-order expansion of :math:`\nabla\tilde U` about the
   reference point is replaced by that of :math:`\nabla U`, which needs the full-data Hessian. Its
   noise SD grows with :math:`|\theta - \hat\theta|^2`. It is for models with few coordinates in
-  which a few influential observations determine one of them, and for hierarchies. There
-  both Hessians are of the rows' part of the potential, since the prior has no noise, and the
-  gradient has terms of second order in the effects and some shared parameters, such as the scale of
-  the rows (:class:`~.block_arrow.BlockDifferences`).
+  which a few influential observations determine one of them, for regressions with up to thousands
+  of weights (:mod:`~.hessian_factor`), and for hierarchies. In hierarchies both Hessians are of the
+  rows' part of the potential, since the prior has no noise, and the gradient has terms of second
+  order in the effects and some shared parameters, such as the scale of the rows
+  (:class:`~.block_arrow.BlockDifferences`).
 
 :data:`GRADIENT_ESTIMATORS` lists them by name, and :func:`make_gradient_fn` evaluates one.
 """
