@@ -121,7 +121,7 @@ trust: $(VENV)/.installed-benchmarks
 	$(bin)/python benchmarks/large.py
 	$(bin)/python benchmarks/large.py --small
 	$(bin)/python benchmarks/verdicts.py --seeds 10  # vocabulary: ok
-	$(bin)/python benchmarks/calibration.py --figure docs/calibration.png
+	$(bin)/python benchmarks/calibration.py
 
 papers: $(VENV)/.installed-examples
 	$(bin)/python benchmarks/papers/chen2015.py

@@ -1,10 +1,9 @@
-"""Simulation-based calibration of the package, with its figure.
+"""Simulation-based calibration of the package.
 
 Parameters are drawn from the prior and data given the parameters. Then the rank of each parameter
 among the posterior draws is uniform if model, warm-up, minibatches and sampler are right.
-``python benchmarks/calibration.py`` checks four models with minibatches and default options. It
-prints a chi-squared test per parameter, and plots the difference between the distribution of the
-ranks and the uniform distribution (``docs/calibration.png``).
+``python benchmarks/calibration.py`` checks four models with minibatches and default options, and
+prints a chi-squared test per parameter.
 
 Ranks have little power against a bias of a fraction of an SD. ``--exact`` compares the runs of the
 hierarchical model with its exact posterior instead, which is Gaussian given the scale.
@@ -26,7 +25,6 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-import matplotlib as mpl
 import numpy as np
 import numpyro
 import numpyro.distributions as dist
@@ -38,10 +36,6 @@ from timing import print_header, print_row
 
 from numpyro_sgmcmc import SGHMCSplit, bias_report
 from numpyro_sgmcmc.diagnostics import Diagnosis
-
-mpl.use("Agg")
-
-from matplotlib import pyplot as plt
 
 ROWS, BATCH, GROUPS = 2_000, 100, 10
 CHAINS, KEPT = 4, 25  # draws kept of each chain: ranks from 0 to 100
@@ -213,34 +207,11 @@ def p_value(ranks: np.ndarray) -> float:
     return float(stats.chisquare(np.histogram(ranks, edges)[0]).pvalue)
 
 
-def draw(found: dict[str, dict[str, np.ndarray]], path: Path) -> None:
-    """Each parameter's distribution of ranks less the uniform one, and where 95% of such lie."""
-    figure, axes = plt.subplots(1, len(found), figsize=(11, 2.8), sharey=True, squeeze=False)
-    places = np.arange(CHAINS * KEPT + 1)
-    uniform = (places + 1) / len(places)
-    for axis, (name, sites) in zip(axes[0], found.items(), strict=True):
-        num = len(next(iter(sites.values())))
-        # Simultaneous over the places: the Kolmogorov statistic's quantile.
-        band = stats.kstwobign.ppf(0.95) / np.sqrt(num)
-        axis.fill_between(places, -band, band, color="0.9", lw=0)
-        for ranks in sites.values():
-            for of_one in ranks.T:
-                below = (of_one[:, None] <= places).mean(0)
-                axis.plot(places, below - uniform, color="C0", lw=0.8, alpha=0.7)
-        axis.set(title=f"{name}, {num} data sets", xlabel="rank among 100 draws")
-        axis.spines[["top", "right"]].set_visible(False)
-    axes[0, 0].set_ylabel("distribution less uniform")
-    figure.tight_layout()
-    figure.savefig(path, dpi=130)
-    plt.close(figure)
-
-
 def main() -> None:
-    """Run, test and draw."""
+    """Run and test."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n", maxsplit=1)[0])
     parser.add_argument("--data-sets", type=int, default=200)
     parser.add_argument("--only", nargs="+", choices=PROBLEMS, default=list(PROBLEMS))
-    parser.add_argument("--figure", type=Path, default=None, help="where to draw")
     parser.add_argument("--save", type=Path, help="file of finished data sets, added to")
     parser.add_argument(
         "--exact", action="store_true", help="compare the hierarchical model with its posterior"
@@ -253,7 +224,6 @@ def main() -> None:
     kept = read_ranks(arguments.save)
     print_header("Calibration: ranks of what made the data among the draws")
     print_row(("model", "parameter", "sets", "p", "ok"), WIDTHS)
-    found: dict[str, dict[str, np.ndarray]] = {}
     for name in arguments.only:
         start = time.perf_counter()
         mcmc = sampler(PROBLEMS[name].model)
@@ -264,14 +234,12 @@ def main() -> None:
                     write_ranks(arguments.save, name, seed, kept[name, seed])
         runs = [kept[name, seed] for seed in range(arguments.data_sets)]
         fine = np.mean([is_fine for _, is_fine in runs])
-        found[name] = {s: np.stack([ranks[s] for ranks, _ in runs]) for s in PROBLEMS[name].sites}
-        for site, ranks in found[name].items():
+        found = {s: np.stack([ranks[s] for ranks, _ in runs]) for s in PROBLEMS[name].sites}
+        for site, ranks in found.items():
             for k, of_one in enumerate(ranks.T):
                 p = f"{p_value(of_one):.3f}"
                 print_row((name, f"{site}[{k}]", len(runs), p, f"{100 * fine:.0f}%"), WIDTHS)
         print(f"{time.perf_counter() - start:.0f} s", flush=True)
-    if arguments.figure is not None:
-        draw(found, arguments.figure)
 
 
 if __name__ == "__main__":
