@@ -1,4 +1,4 @@
-"""Figures of index.md, how-it-works.md, batch-size.md and the reference: `make figures`, three CPU
+"""Figures of index.md, theory.md, batch-size.md and the reference: `make figures`, three CPU
 minutes.
 
 python docs/figures/draw.py
