@@ -30,7 +30,8 @@ _MIN_HIERARCHY_LINES = 16
 # Minibatches per position by which its bias of means is predicted: each has noise of all groups.
 _MAX_HIERARCHY_BIAS_PROBES = 2
 
-# Pilot chains and steps of their windows in coordinates that a fit has found.
+# Pilot chains and steps of their windows in coordinates that a fit has found. Where the chains have
+# not converged in these, the longer windows of other models follow, as far as their budget allows.
 _NUM_FITTED_CHAINS, _FITTED_WINDOWS = 8, (200, 400, 400)
 
 # Pilot windows that always run. Each ends with a pass over all rows, which on disk is all its time.
@@ -73,7 +74,7 @@ class WarmupBudget:
         return replace(
             self,
             num_pilot_chains=_NUM_FITTED_CHAINS,
-            pilot_window_steps=_FITTED_WINDOWS,
+            pilot_window_steps=(*_FITTED_WINDOWS, *self.pilot_window_steps[1:3]),
             num_bias_probes=min(_MAX_HIERARCHY_BIAS_PROBES, self.num_bias_probes),
             num_consistency_lines=max(_MIN_HIERARCHY_LINES, self.num_consistency_lines),
         )

@@ -10,9 +10,10 @@ are fitted given the shared parameters :math:`\psi`, group by group, as normals
 
 with the expectation over the effects (Fisher's identity; the second term is zero at
 :math:`m_g(\psi)`) and blocks of :mod:`~numpyro_sgmcmc.model.block_arrow`. The expectation is taken
-at two antithetic points :math:`m_g \pm D_g^{-1/2}\xi_g` of random signs, which is exact for
-quadratic functions up to the products of different effects of a group. BFGS finds the zero of M,
-and its inverse Hessian is the covariance of the shared parameters.
+at two antithetic points :math:`m_g \pm D_g^{-1/2}\xi_g` of signs, which is exact for quadratic
+functions up to the products of different effects of a group; these nearly cancel between groups
+(:func:`_balance_signs`). BFGS finds the zero of M, and its inverse Hessian is the covariance of the
+shared parameters.
 
 With one grouping and at most 50 shared parameters, a last Newton step follows. Its Hessian, the
 inverse of their covariance, has differences of M along each of them. Its expectation has at least
@@ -24,7 +25,7 @@ groups; 10 to 30 iterations are usual.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -57,6 +58,9 @@ _CONVERGED_DECREMENT, _NUM_CONVERGED = 0.1, 2
 # Bound on the change of each coordinate in one iteration, in unconstrained units; it doubles while
 # steps reduce the gradient.
 _INIT_STEP_BOUND = 0.7
+# Growth of the Newton decrement in a step from which on the step is rejected, and the bound on the
+# next step relative to it.
+_MAX_DECREMENT_RATIO, _REJECTED_STEP_FACTOR = 1.5, 0.3
 _MAX_EFFECT_STEP_SD = 0.2  # RMS Newton step of the effects above which they take one more
 _REFRESH_DISTANCE = 1.0  # change of the shared parameters after which their coupling is refreshed
 _MIN_CURVATURE_RATIO = 1e-2  # of a secant over the model's, below which BFGS leaves it out
@@ -77,6 +81,15 @@ _MAX_FIT_DISTANCE_SD = 3.0  # between the shared parameters of fits of the same 
 _NEAR_DECREMENT, _NEAR_DISTANCE_SD = 1.0, 2.0
 # Relative error of a product with a random vector up to which the Hessian is a block-arrow matrix.
 _MAX_STRUCTURE_ERROR = 2e-3
+
+_NOT_FINITE, _NO_MODE = (
+    "the gradient or the Hessian of the fit was not finite",
+    "the Hessian of the fit was not positive definite",
+)
+
+
+class HierarchyFitError(Exception):
+    """The effects of a hierarchy have no coordinates by group, for the reason in its text."""
 
 
 @dataclass(frozen=True)
@@ -117,39 +130,51 @@ def fit_hierarchy_from_each(
     layout: BlockArrowLayout,
     positions: Sequence[np.ndarray],
     start_compilation: Callable[[Preconditioner], None] = lambda fit: None,
-) -> Preconditioner | None:
+) -> Preconditioner:
     """Return the coordinates of :func:`fit_hierarchy` if its fits from initial positions agree.
 
     :param start_compilation: called with the coordinates before the other fits.
-    :return: None where no fit converges, and where two differ, because there are other modes.
+    :raises HierarchyFitError: where no fit converges, and where two differ, because there are other
+        modes.
     """
     remaining = iter(positions)
-    fits = (fit_hierarchy(inputs, layout, position) for position in remaining)
-    first = next((fit for fit in fits if fit is not None), None)
-    if first is None:
-        return None
+    first = _fit_first(inputs, layout, remaining)
     if not first.reference_hessian.pairs and layout.num_shared <= _MAX_TREND_SHARED:
         first = _refine_shared(inputs, layout, first)
-    if first is None:
-        return None
     first = add_needed_differences(inputs, first)
     start_compilation(first)
     for position in remaining:
-        fit = _fit_marginal(inputs, layout, position, first)
-        if fit and _compute_distance(layout, first, fit[0].position) > _MAX_FIT_DISTANCE_SD:
-            return None
+        try:
+            conditional, _ = _fit_marginal(inputs, layout, position, first)
+        except HierarchyFitError:
+            continue
+        if _compute_distance(layout, first, conditional.position) > _MAX_FIT_DISTANCE_SD:
+            raise HierarchyFitError("fits from different initial positions differ")
     return first
+
+
+def _fit_first(
+    inputs: WarmupInputs, layout: BlockArrowLayout, positions: Iterator[np.ndarray]
+) -> Preconditioner:
+    """Return the first fit that converges, and leave the remaining positions in the iterator."""
+    error = HierarchyFitError("there is no initial position")
+    for position in positions:
+        try:
+            return fit_hierarchy(inputs, layout, position)
+        except HierarchyFitError as latest:
+            error = latest
+    raise error
 
 
 def fit_hierarchy(
     inputs: WarmupInputs, layout: BlockArrowLayout, position: np.ndarray
-) -> Preconditioner | None:
+) -> Preconditioner:
     """Return the coordinates of a fit from an initial position, with the Hessian at its mean.
 
-    :return: None where the Hessian is no block-arrow matrix, and where the fit does not converge.
+    :raises HierarchyFitError: where the Hessian is no block-arrow matrix, and where the fit does
+        not converge.
     """
-    fit = _fit_marginal(inputs, layout, position)
-    return None if fit is None else _build_preconditioner(inputs, layout, *fit)
+    return _build_preconditioner(inputs, layout, *_fit_marginal(inputs, layout, position))
 
 
 def _compute_distance(layout: BlockArrowLayout, fit: Preconditioner, position: np.ndarray) -> float:
@@ -162,28 +187,22 @@ def _fit_marginal(
     layout: BlockArrowLayout,
     position: np.ndarray,
     known: Preconditioner | None = None,
-) -> tuple[_Conditional, np.ndarray] | None:
+) -> tuple[_Conditional, np.ndarray]:
     """Return the effects at the mode of the marginal, and the covariance of shared parameters.
 
     :param known: a fit, near which this one need not converge.
     """
-    signs = np.random.default_rng(0).choice(
-        [-1.0, 1.0], (layout.effects_per_group, layout.num_groups)
-    )
     if not inputs.settings.has_init_params:
         # Random effects of the initialisation strategy say nothing about their scale.
-        shared = layout.take_shared(position)
-        position = layout.merge(np.zeros_like(signs), shared)
+        no_effects = np.zeros((layout.effects_per_group, layout.num_groups))
+        position = layout.merge(no_effects, layout.take_shared(position))
     linearisation = _linearise(inputs, layout, position, check_structure=known is None)
-    if linearisation is None:
-        return None
+    signs = _balance_signs(linearisation.factors)
     conditional = _Conditional(position, linearisation.factors, np.zeros_like(position))
     bound = _INIT_STEP_BOUND
     for _ in range(2):
         conditional = _update_effects(inputs, layout, linearisation, conditional, signs, bound)
     linearisation = _linearise(inputs, layout, conditional.position)
-    if linearisation is None:
-        return None
     inverse_hessian, num_converged = linearisation.shared_covariance, 0
     distance = 0.0
     gradient = linearisation.compute_marginal_gradient(layout, conditional.gradient)
@@ -194,6 +213,7 @@ def _fit_marginal(
         step = step * min(1.0, bound / largest) if largest > 0.0 else step
         shift = -linearisation.apply_covariance(linearisation.strips.multiply(step))
         shift = layout.merge(shift, step)
+        previous = conditional
         conditional = replace(conditional, position=conditional.position + shift)
         for _ in range(2):
             conditional = _update_effects(inputs, layout, linearisation, conditional, signs, bound)
@@ -201,19 +221,23 @@ def _fit_marginal(
             remaining = np.einsum("abg,ag->bg", conditional.factors, of_effects)
             if np.mean(np.square(remaining)) < _MAX_EFFECT_STEP_SD**2:
                 break
-        distance += np.abs(step).max()
         following = linearisation.compute_marginal_gradient(layout, conditional.gradient)
         if not np.isfinite(following).all():
-            return None
+            raise HierarchyFitError(_NOT_FINITE)
         decrement = _compute_decrement(inverse_hessian, gradient)
-        has_improved = _compute_decrement(inverse_hessian, following) < decrement
-        bound = 2.0 * bound if has_improved and largest > bound else _INIT_STEP_BOUND
+        ratio = _compute_decrement(inverse_hessian, following) / max(
+            decrement, np.finfo(float).tiny
+        )
         inverse_hessian = _update_bfgs(inverse_hessian, step, following - gradient, gradient)
+        if ratio > _MAX_DECREMENT_RATIO and decrement > _CONVERGED_DECREMENT:
+            # The change of the gradient is in the inverse Hessian: a shorter step from here.
+            conditional, bound = previous, _REJECTED_STEP_FACTOR * min(bound, largest)
+            continue
+        bound = 2.0 * bound if ratio < 1.0 and largest > bound else _INIT_STEP_BOUND
+        distance += np.abs(step).max()
         gradient = following
         if distance > _REFRESH_DISTANCE:
             linearisation = _linearise(inputs, layout, conditional.position)
-            if linearisation is None:
-                return None
             inverse_hessian, distance = linearisation.shared_covariance, 0.0
             gradient = linearisation.compute_marginal_gradient(layout, conditional.gradient)
         decrement = _compute_decrement(inverse_hessian, gradient)
@@ -225,7 +249,7 @@ def _fit_marginal(
         )
         if is_near or num_converged == _NUM_CONVERGED:
             return conditional, inverse_hessian
-    return None
+    raise HierarchyFitError(f"the fit did not converge in {_MAX_ITERATIONS} iterations")
 
 
 def evaluate_block_arrow(
@@ -267,7 +291,7 @@ def _build_preconditioner(
     layout: BlockArrowLayout,
     conditional: _Conditional,
     shared_covariance: np.ndarray,
-) -> Preconditioner | None:
+) -> Preconditioner:
     """Return the coordinates of a fit that has converged."""
     gradient, hessian = evaluate_block_arrow(inputs, layout, conditional.position)
     factors, pairs = conditional.factors, hessian.pairs
@@ -281,7 +305,7 @@ def _build_preconditioner(
     try:
         shared_factor = np.linalg.cholesky((shared_covariance + shared_covariance.T) / 2.0)
     except np.linalg.LinAlgError:
-        return None
+        raise HierarchyFitError(_NO_MODE) from None
     low_rank = nesting = None
     if pairs is not None:
         nesting, factors, others = find_nesting(layout, pairs, factors, hessian.blocks)
@@ -297,7 +321,9 @@ def _build_preconditioner(
     )
     factor = replace(factor, has_strips=has_strips)
     preconditioner = Preconditioner(conditional.position, factor, gradient, of_rows)
-    return preconditioner if preconditioner.is_finite() else None
+    if not preconditioner.is_finite():
+        raise HierarchyFitError(_NOT_FINITE)
+    return preconditioner
 
 
 def recenter_block_arrow(
@@ -323,7 +349,7 @@ def recenter_block_arrow(
 
 def _refine_shared(
     inputs: WarmupInputs, layout: BlockArrowLayout, preconditioner: Preconditioner
-) -> Preconditioner | None:
+) -> Preconditioner:
     """Return coordinates with a trend of the effects' SDs, and at a Newton step of the marginal.
 
     BFGS finds the curvature of many shared parameters slowly; here M and the effects' precisions
@@ -331,7 +357,7 @@ def _refine_shared(
     """
     factors, probes = preconditioner.factor.effect_factors, layout.make_probes(with_shared=False)
     no_effects = np.zeros(factors.shape[1:])
-    signs = np.random.default_rng(2).choice([-1.0, 1.0], factors.shape[1:])
+    signs = _balance_signs(factors)
 
     def evaluate(shared: np.ndarray, all_signs: Sequence[np.ndarray]) -> tuple:
         """Return logarithms of the precisions of the effects' coordinates, and M."""
@@ -374,12 +400,39 @@ def _refine_shared(
     curvature = np.linalg.solve(steps, np.stack(marginal_changes)) / num_sides
     eigenvalues, vectors = np.linalg.eigh((curvature + curvature.T) / 2.0)
     eigenvalues = np.clip(np.abs(eigenvalues), *_CURVATURE_RATIOS)
-    # Signs of which the products of a group's effects cancel.
-    num_effects = layout.effects_per_group
-    patterns = hadamard(1 << (num_effects - 1).bit_length())[:, :num_effects]
+    patterns = _list_patterns(layout.effects_per_group)
     _, marginal = evaluate(np.zeros(layout.num_shared), [signs * x[:, None] for x in patterns])
     step = -(vectors / eigenvalues) @ (vectors.T @ marginal)
-    return recenter_block_arrow(inputs, preconditioner, step, vectors / np.sqrt(eigenvalues))
+    scale = vectors / np.sqrt(eigenvalues)
+    refined = recenter_block_arrow(inputs, preconditioner, step, scale)
+    if refined is None:
+        raise HierarchyFitError(_NOT_FINITE)
+    return refined
+
+
+def _list_patterns(num_effects: int) -> np.ndarray:
+    """Return sign vectors ``(n, k)`` in which the products of different entries cancel."""
+    return hadamard(1 << (num_effects - 1).bit_length())[:, :num_effects]
+
+
+def _balance_signs(factors: np.ndarray) -> np.ndarray:
+    """Return random signs ``(k, G)`` in which products of different effects nearly cancel.
+
+    Groups of a similar volume of their effects' distribution have all the sign vectors between
+    them. Independent signs would move correlations of effects of few rows by more than their
+    posterior SD.
+    """
+    patterns = _list_patterns(len(factors))
+    num_groups, num_patterns = factors.shape[2], len(patterns)
+    order = np.argsort(np.linalg.slogdet(np.moveaxis(factors, 2, 0))[1])
+    flips = np.random.default_rng(0).choice(
+        [-1.0, 1.0], (len(factors), -(-num_groups // num_patterns))
+    )
+    signs = np.empty(factors.shape[1:])
+    signs[:, order] = np.einsum("pa,ab->abp", patterns, flips).reshape(len(factors), -1)[
+        :, :num_groups
+    ]
+    return signs
 
 
 def _compute_precisions(blocks: np.ndarray, factors: np.ndarray) -> np.ndarray:
@@ -392,19 +445,19 @@ def _linearise(
     layout: BlockArrowLayout,
     position: np.ndarray,
     check_structure: bool = False,
-) -> _Linearisation | None:
-    """Return the linearisation at a position, or None where it is not finite.
+) -> _Linearisation:
+    """Return the linearisation at a position.
 
-    :param check_structure: whether it is None where the Hessian is no block-arrow matrix, as for
-        effects that a random walk couples.
+    :param check_structure: whether to check that the Hessian is a block-arrow matrix, unlike that
+        of effects that a random walk couples.
     """
     gradient, hessian = evaluate_block_arrow(inputs, layout, position)
     if not (np.isfinite(gradient).all() and np.isfinite(hessian.blocks).all()):
-        return None
-    if not np.diagonal(hessian.blocks).all():  # effects without a density
-        return None
+        raise HierarchyFitError(_NOT_FINITE)
+    if not np.diagonal(hessian.blocks).all():
+        raise HierarchyFitError("the density does not depend on some effects")
     if check_structure and not _is_block_arrow(inputs, hessian, position):
-        return None
+        raise HierarchyFitError("effects of different groups are coupled")
     factors = factorize_inverse_blocks(hessian.blocks)
     correlation = EffectCorrelation.create(hessian.pairs, factors)
     schur, units = hessian.corner.copy(), np.eye(layout.num_shared)

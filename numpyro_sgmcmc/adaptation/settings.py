@@ -222,6 +222,8 @@ class AdaptationTrace(NamedTuple):
     - **num_pilot_windows** - windows of pilot chains; 0 for the warm-up with local latents.
     - **r_hat** - largest R-hat of the pilot chains in their last window.
     - **is_converged** - whether these chains agreed.
+    - **hierarchy_note** - why the effects of many groups have no coordinates by group; empty where
+      they have, and where there are no such effects.
     - **choice**, **predicted_mean_bias** - from which draws with minibatches of other sizes are
       predicted; None where nothing can be predicted.
     """
@@ -234,6 +236,7 @@ class AdaptationTrace(NamedTuple):
     num_pilot_windows: int = 0
     r_hat: float = 1.0
     is_converged: bool = True
+    hierarchy_note: str = ""
     choice: SubsamplingChoice | None = None
     predicted_mean_bias: PredictedMeanBias | None = None
 

@@ -26,7 +26,7 @@ from numpyro_sgmcmc.adaptation.gradient_noise import (
     measure_noise_covariance,
 )
 from numpyro_sgmcmc.adaptation.hessian_root import choose_hessian_root
-from numpyro_sgmcmc.adaptation.hierarchical_fit import fit_hierarchy_from_each
+from numpyro_sgmcmc.adaptation.hierarchical_fit import HierarchyFitError, fit_hierarchy_from_each
 from numpyro_sgmcmc.adaptation.influential import find_influential_rows, precompile_influential_rows
 from numpyro_sgmcmc.adaptation.initialisation import (
     check_finite_gradient,
@@ -75,6 +75,7 @@ from numpyro_sgmcmc.adaptation.variational import MeanField, precompile_mean_fie
 from numpyro_sgmcmc.adaptation.warnings import (
     PendingWarning,
     find_compensation_warnings,
+    find_convergence_warnings,
     find_long_draw_warnings,
     find_noise_warnings,
     find_user_step_size_warnings,
@@ -113,7 +114,8 @@ def warm_up_globals(inputs: WarmupInputs, init_positions: Iterable[np.ndarray]) 
     candidates = list_candidates(inputs)
     warn_slow_gradients(inputs)
     init_positions, hierarchy_positions = tee(init_positions)
-    if (hierarchy := _fit_hierarchy(inputs, hierarchy_positions)) is not None:
+    hierarchy, hierarchy_note = _fit_hierarchy(inputs, hierarchy_positions)
+    if hierarchy is not None:
         inputs = replace(
             inputs,
             budget=budget.for_hierarchy(),
@@ -165,10 +167,15 @@ def warm_up_globals(inputs: WarmupInputs, init_positions: Iterable[np.ndarray]) 
         adaptation, more = adapt_to_mode(inputs, shared, mode, modes.has_dominant_mode)
         others.append(adaptation)
         pending += more
+    if modes.has_dominant_mode and not modes.others:
+        pending += find_convergence_warnings(modes.main.r_hat)
     # Predictions from gradients that miss a part of the density mean nothing.
     if not any(w.kind is ModelWarningKind.INCONSISTENT_GRADIENT for w in model_warnings):
         issue_once(pending)
-    return _combine_modes(main, others)._replace(
+    adaptation = _combine_modes(main, others)
+    assert adaptation.trace is not None
+    return adaptation._replace(
+        trace=adaptation.trace._replace(hierarchy_note=hierarchy_note),
         model_warnings=model_warnings,
         included_rows=inputs.included_rows,
         integrator=inputs.settings.integrator,
@@ -177,22 +184,25 @@ def warm_up_globals(inputs: WarmupInputs, init_positions: Iterable[np.ndarray]) 
 
 def _fit_hierarchy(
     inputs: WarmupInputs, init_positions: Iterable[np.ndarray]
-) -> Preconditioner | None:
-    """Return coordinates of a hierarchical model with effects of many groups, or None."""
+) -> tuple[Preconditioner | None, str]:
+    """Return coordinates of a hierarchical model with effects of many groups, or None.
+
+    :return: the coordinates, and a sentence that says why the model's groups have none.
+    """
     potential, settings = inputs.potential, inputs.settings
     has_one_plate = len(potential.plates) == 1
     # Rows of other processes cannot be gathered one by one.
     has_one_plate &= potential.shards is None or jax.process_count() == 1
     if potential.dim < _MIN_HIERARCHY_DIM:
-        return None
+        return None, ""
     are_coordinates_free = settings.inverse_mass_matrix is None and not settings.is_site_aligned
     if not (has_one_plate and are_coordinates_free) or settings.is_dense:
-        return None
+        return None, ""
     if potential.is_stochastic or potential.local_latents is not None or settings.init_in_modes:
-        return None
+        return None, ""
     layout = find_block_arrow_layout(potential, inputs.arguments)
     if layout is None:
-        return None
+        return None, ""
     inputs.progress.begin_stage("variational fit")
     inputs.batched_gradients.precompile_large_pass(layout.num_effect_probes)
     num_inits = (
@@ -206,7 +216,10 @@ def _fit_hierarchy(
             precompile_influential_rows(potential, inputs.arguments)
         precompile_pilot(pilot_inputs, fit)
 
-    return fit_hierarchy_from_each(inputs, layout, positions, start_compilation)
+    try:
+        return fit_hierarchy_from_each(inputs, layout, positions, start_compilation), ""
+    except HierarchyFitError as error:
+        return None, f"The effects of {layout.num_groups:,} groups have no blocks: {error}."
 
 
 def _start_compilation(inputs: WarmupInputs, candidates: Candidates) -> None:

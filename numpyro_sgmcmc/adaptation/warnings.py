@@ -37,6 +37,7 @@ from numpyro_sgmcmc.adaptation.step_size import (
 from numpyro_sgmcmc.dynamics import Dynamics, UnderdampedLangevin
 from numpyro_sgmcmc.dynamics.base import GradientNoiseCovariance
 from numpyro_sgmcmc.errors import (
+    ConvergenceWarning,
     DataOrderWarning,
     DiscretisationWarning,
     GradientNoiseWarning,
@@ -57,6 +58,7 @@ _MAX_ADVISED_TIME_RATIO, _MAX_ADVISED_STEP_SIZE_RATIO = 0.4, 2 / 3
 # thousands of draws take less time than the warm-up then.
 _ACCEPTABLE_SECONDS_PER_DRAW = 5e-4
 _MIN_WARNED_STEPS = 250  # of a draw; usual are 10 to 100
+_MIN_WARNED_R_HAT = 1.5  # of pilot chains: the run goes on from there and mostly converges below
 _ACCEPTABLE_WARMUP_SECONDS = 120.0  # of fits and pilot chains, on a CPU
 
 
@@ -115,6 +117,19 @@ def warn_slow_gradients(
         "previous iteration out of loops (`scan`).",
         "slow-gradients",
     )
+
+
+def find_convergence_warnings(r_hat: float) -> Iterator[PendingWarning]:
+    """Warn where the pilot chains were far from converged."""
+    if r_hat > _MIN_WARNED_R_HAT:
+        yield PendingWarning(
+            f"The pilot chains of the warm-up had not converged (R-hat {r_hat:.2f}), so that the "
+            "preconditioner and the step size may be far from the best.",
+            ConvergenceWarning,
+            "use informative priors for scales and correlations, or initial positions near the "
+            "posterior (`init_params`), and check R-hat in `bias_report` after the run.",
+            "pilot-convergence",
+        )
 
 
 def is_thermostat_active(

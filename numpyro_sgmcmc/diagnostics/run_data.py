@@ -154,7 +154,7 @@ class RunData:
         if not state.i.ndim:
             by_chain = jax.tree.map(lambda x: x[None], by_chain)
         preconditioner, batch_sums, local_state, z = by_chain
-        preconditioner = jax.tree.map(lambda x: np.asarray(x, np.float64), preconditioner)
+        preconditioner = preconditioner.to_numpy()
         step_sizes = np.asarray(state.adapt_state.step_size)
         num_iterations = int(np.asarray(state.moments.num_iterations).sum())
         diverging = mcmc.get_extra_fields().get("diverging")

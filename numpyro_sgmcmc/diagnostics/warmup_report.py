@@ -196,12 +196,13 @@ def _describe_preconditioner(kernel: SGMCMCKernel, adaptation: Adaptation) -> st
         directions = f", these scaled by {scales.min():.2g} to {scales.max():.2g}"
     low, high = int(np.argmin(standard_deviations)), int(np.argmax(standard_deviations))
     smallest, largest = standard_deviations[low], standard_deviations[high]
-    if smallest == largest:
-        return f"{form}, {source}: unconstrained SDs of {smallest:.3g}."
-    return (
-        f"{form}, {source}: unconstrained SDs from {smallest:.3g} ({names[low]}) to "
-        f"{largest:.3g} ({names[high]}){directions}."
-    )
+    values = f"SDs of {smallest:.3g}."
+    if smallest < largest:
+        values = (
+            f"SDs from {smallest:.3g} ({names[low]}) to {largest:.3g} ({names[high]}){directions}."
+        )
+    note = adaptation.trace.hierarchy_note if adaptation.trace else ""
+    return f"{form}, {source}: unconstrained {values} {note}".rstrip()
 
 
 def _describe_gradient_estimator(kernel: SGMCMCKernel, adaptation: Adaptation) -> str:

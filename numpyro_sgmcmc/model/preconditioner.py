@@ -179,6 +179,12 @@ class Preconditioner(NamedTuple):
 
         return jax.tree.map(cast, self)
 
+    def to_numpy(self) -> Preconditioner:
+        """Return a copy with NumPy arrays of float64; group numbers keep their type."""
+        return jax.tree.map(
+            lambda x: np.asarray(x, np.int32 if x.dtype == np.int32 else np.float64), self
+        )
+
 
 def stack_preconditioners(preconditioners: Sequence[Preconditioner]) -> Preconditioner:
     """Return one preconditioner with a leading axis of chains.

@@ -16,6 +16,7 @@ from numpyro_sgmcmc.adaptation.effect_correlation import (
     make_symmetric_factors,
 )
 from numpyro_sgmcmc.adaptation.hierarchical_fit import (
+    HierarchyFitError,
     evaluate_block_arrow,
     fit_hierarchy,
     fit_hierarchy_from_each,
@@ -26,6 +27,7 @@ from tests.adaptation.inputs import make_inputs
 GROUPS, ROWS_PER_GROUP = 200, 4
 USERS, ITEMS = 60, 40
 MAX_DISTANCE_SD, MAX_SD_ERROR = 0.05, 0.1
+MAX_REFINED_DISTANCE_SD = 0.1  # where one Newton step corrects products of different effects
 SIGNS = [(1, 1), (1, -1), (-1, 1), (-1, -1)]
 
 
@@ -154,7 +156,7 @@ def test_fit_of_many_effects_is_near_the_marginal_mode():
     mode, covariance = find_mode(potential, 2 * num_effects)
     sds = np.sqrt(np.diagonal(covariance))
     _, shared = layout.split(fit.center)
-    assert np.abs((shared - mode) / sds).max() < MAX_DISTANCE_SD
+    assert np.abs((shared - mode) / sds).max() < MAX_REFINED_DISTANCE_SD
     fitted_sds = np.linalg.norm(fit.factor.shared_factor, axis=1)
     np.testing.assert_allclose(fitted_sds, sds, rtol=MAX_SD_ERROR)
 
@@ -182,7 +184,8 @@ def test_fit_finds_marginal_mode_where_joint_mode_has_scale_zero():
 
 
 def test_effects_that_the_prior_couples_have_no_fit():
-    assert fit(make_model(is_random_walk=True), make_data())[1] is None
+    with pytest.raises(HierarchyFitError, match="different groups are coupled"):
+        fit(make_model(is_random_walk=True), make_data())
 
 
 def test_fits_that_differ_are_left_out():
@@ -190,11 +193,60 @@ def test_fits_that_differ_are_left_out():
     layout = find_block_arrow_layout(inputs.potential, inputs.arguments)
     effects = np.zeros((1, GROUPS))
     positive, negative = (layout.merge(effects, np.array([x, -0.5])) for x in (1.0, -1.0))
-    assert fit_hierarchy_from_each(inputs, layout, [positive, positive]) is not None
-    assert fit_hierarchy_from_each(inputs, layout, [positive, negative]) is None
-    nowhere = np.full(inputs.potential.dim, np.nan)  # its fit does not converge
-    assert fit_hierarchy_from_each(inputs, layout, [nowhere, positive]) is not None
-    assert fit_hierarchy_from_each(inputs, layout, [nowhere]) is None
+    fit_hierarchy_from_each(inputs, layout, [positive, positive])
+    with pytest.raises(HierarchyFitError, match="initial positions differ"):
+        fit_hierarchy_from_each(inputs, layout, [positive, negative])
+    nowhere = np.full(inputs.potential.dim, np.nan)
+    fit_hierarchy_from_each(inputs, layout, [nowhere, positive])
+    with pytest.raises(HierarchyFitError, match="not finite"):
+        fit_hierarchy_from_each(inputs, layout, [nowhere])
+
+
+def correlated_model(group, x, y, batch_size=None):
+    mean = numpyro.sample("mean", dist.Normal(0, 2).expand([3]).to_event(1))
+    scale = numpyro.sample("scale", dist.HalfNormal(1).expand([3]).to_event(1))
+    correlation = numpyro.sample("correlation", dist.LKJCholesky(3, 2.0))
+    with numpyro.plate("groups", GROUPS):
+        normal = dist.MultivariateNormal(mean, scale_tril=scale[:, None] * correlation)
+        effect = numpyro.sample("effect", normal)
+    with numpyro.plate("rows", len(y), subsample_size=batch_size) as i:
+        numpyro.sample("y", dist.Normal((effect[group[i]] * x[i]).sum(-1), 1.0), obs=y[i])
+
+
+def test_fit_of_correlated_effects_with_few_rows_is_near_the_marginal_mode():
+    rng = np.random.default_rng(0)
+    covariance = np.array([[0.6, 0.3, -0.1], [0.3, 0.4, 0.0], [-0.1, 0.0, 0.2]])
+    effects = rng.multivariate_normal([0.2, -0.1, 0.3], covariance, GROUPS)
+    group = np.repeat(np.arange(GROUPS), ROWS_PER_GROUP)
+    x = rng.standard_normal((group.size, 3))
+    y = (effects[group] * x).sum(1) + rng.standard_normal(group.size)
+    args = jnp.asarray(group), jnp.asarray(x, jnp.float32), jnp.asarray(y, jnp.float32)
+    inputs = make_inputs(correlated_model, args, 100)
+    layout = find_block_arrow_layout(inputs.potential, inputs.arguments)
+
+    to_correlation = dist.transforms.CorrCholeskyTransform()
+    designs, responses = x.reshape(GROUPS, ROWS_PER_GROUP, 3), y.reshape(GROUPS, ROWS_PER_GROUP)
+
+    @jax.jit
+    def marginal(shared):
+        """Return the potential of the shared parameters, effects integrated out."""
+        z, mean, log_scale = jnp.split(shared, 3)
+        correlation, scale = to_correlation(z), jnp.exp(log_scale)
+        loadings = designs @ (scale[:, None] * correlation)
+        covariances = loadings @ loadings.swapaxes(1, 2) + jnp.eye(ROWS_PER_GROUP)
+        value = dist.MultivariateNormal(designs @ mean, covariances).log_prob(responses).sum()
+        value += dist.LKJCholesky(3, 2.0).log_prob(correlation)
+        value += to_correlation.log_abs_det_jacobian(z, correlation)
+        value += (dist.HalfNormal(1).log_prob(scale) + log_scale).sum()
+        return -value - dist.Normal(0, 2).log_prob(mean).sum()
+
+    with jax.enable_x64(True):
+        mode, covariance = find_mode(lambda shared: float(marginal(shared)), 9)
+    sds = np.sqrt(np.diagonal(covariance))
+    # With independent signs in place of balanced ones the fit is 2.8 SDs off.
+    fit = fit_hierarchy_from_each(inputs, layout, [np.zeros(inputs.potential.dim)])
+    distance = np.abs(layout.take_shared(fit.center) - mode) / sds
+    assert distance.max() < MAX_REFINED_DISTANCE_SD
 
 
 def crossed_model(user, item, y, batch_size=None):
@@ -311,7 +363,8 @@ def test_effects_without_density_have_no_fit():
             at = jnp.where(is_masked[group[i]], 0.0, effect[group[i]])
             numpyro.sample("y", dist.Normal(at, 1.0), obs=y[i])
 
-    assert fit(model, make_data())[1] is None
+    with pytest.raises(HierarchyFitError, match="does not depend"):
+        fit(model, make_data())
 
 
 def test_symmetric_factors_change_nearly_diagonally_with_prior_sds():
