@@ -123,8 +123,7 @@ def find_convergence_warnings(r_hat: float) -> Iterator[PendingWarning]:
     """Warn where the pilot chains were far from converged."""
     if r_hat > _MIN_WARNED_R_HAT:
         yield PendingWarning(
-            f"The pilot chains of the warm-up had not converged (R-hat {r_hat:.2f}), so that the "
-            "preconditioner and the step size may be far from the best.",
+            f"The pilot chains of the warm-up had not converged (R-hat {r_hat:.2f}).",
             ConvergenceWarning,
             "use informative priors for scales and correlations, or initial positions near the "
             "posterior (`init_params`), and check R-hat in `bias_report` after the run.",

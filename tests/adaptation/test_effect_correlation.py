@@ -177,6 +177,13 @@ def test_nested_effects_given_their_group_are_independent():
     expected = factor.apply_transpose(identity[effects])
     compiled = jax.tree.map(jnp.asarray, factor).apply_transpose(gradient)
     np.testing.assert_allclose(compiled, expected, atol=1e-5)
+    # Reports read the preconditioner of a finished run.
+    stored = Preconditioner(np.zeros(layout.dim), factor, np.zeros(layout.dim)).cast(jnp.float32)
+    np.testing.assert_allclose(
+        stored.to_numpy().factor.apply_squared(np.ones(layout.dim)),
+        np.square(L).sum(1),
+        rtol=1e-4,
+    )
 
 
 def ratings(user, item, y, batch_size=None):

@@ -6,7 +6,7 @@ import pytest
 from numpyro.diagnostics import split_gelman_rubin
 from numpyro.infer import MCMC
 
-from numpyro_sgmcmc import SGHMCSplit
+from numpyro_sgmcmc import SGHMCSplit, bias_report
 from tests.adaptation.large_posteriors import PROBLEMS
 from tests.sampling.references import summarise
 
@@ -44,6 +44,7 @@ def assert_exact(name, num_samples=1000, max_r_hat=1.01):
         progress_bar=False,
     )
     mcmc.run(jax.random.key(7), *problem.args, batch_size=problem.batch_size)
+    assert not bias_report(mcmc).is_flagged
     samples = mcmc.get_samples(group_by_chain=True)
     for site, exact in problem.exact.items():
         errors = compute_errors(samples[site], *exact)

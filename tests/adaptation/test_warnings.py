@@ -27,6 +27,7 @@ from numpyro_sgmcmc.adaptation.warnings import (
     PendingWarning,
     find_batch_size_warnings,
     find_compensation_warnings,
+    find_convergence_warnings,
     find_long_draw_warnings,
     find_noise_warnings,
     issue_once,
@@ -36,6 +37,7 @@ from numpyro_sgmcmc.data.subsampling import ContiguousSubsampling, Plate
 from numpyro_sgmcmc.dynamics import NoseHooverThermostat, UnderdampedLangevin
 from numpyro_sgmcmc.dynamics.base import GradientNoiseCovariance
 from numpyro_sgmcmc.errors import (
+    ConvergenceWarning,
     DataOrderWarning,
     DiscretisationWarning,
     GradientNoiseWarning,
@@ -409,3 +411,10 @@ def test_run_large_counts_matches_posterior_without_warnings(rate):
     # Some 1,500 independent draws: four standard errors, and 2% of bias.
     assert np.abs(z.mean(1)).max() < 0.12
     np.testing.assert_allclose(z.std(1), 1.0, atol=0.1)
+
+
+def test_pilot_chains_far_from_converged_are_warned_of():
+    assert not list(find_convergence_warnings(1.4))
+    (warning,) = find_convergence_warnings(2.31)
+    assert warning.category is ConvergenceWarning
+    assert "R-hat 2.31" in warning.message

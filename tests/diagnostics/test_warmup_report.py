@@ -6,6 +6,8 @@ import jax
 import jax.numpy as jnp
 import matplotlib as mpl
 import numpy as np
+import numpyro
+import numpyro.distributions as dist
 import pytest
 from matplotlib import pyplot
 from numpyro.infer import MCMC, NUTS
@@ -187,3 +189,20 @@ def test_warmup_report_and_plot_of_invalid_runs_raise(function):
 def test_plot_warmup_with_invalid_axes_raises():
     with pytest.raises(ValueError, match=r"`axes`.*3"):
         plot_warmup(run(), axes=[1, 2])
+
+
+@pytest.mark.filterwarnings("ignore::numpyro_sgmcmc.errors.DiscretisationWarning")
+def test_warmup_report_states_why_groups_have_no_blocks():
+    groups = np.arange(600) % 150
+    y = jnp.asarray(np.random.default_rng(0).standard_normal(600), jnp.float32)
+
+    def model(batch_size=None):
+        scale = numpyro.sample("scale", dist.HalfNormal(1))
+        effect = numpyro.sample("effect", dist.GaussianRandomWalk(scale, 150))
+        with numpyro.plate("rows", 600, subsample_size=batch_size) as i:
+            numpyro.sample("y", dist.Normal(effect[jnp.asarray(groups)[i]], 1.0), obs=y[i])
+
+    mcmc = quietly(SGHMCSplit(model), num_warmup=1, num_samples=1)
+    mcmc.run(jax.random.key(0), batch_size=100)
+    expected = "The effects of 150 groups have no blocks: effects of different groups are coupled."
+    assert sections_of(mcmc)["Preconditioner"].endswith(expected)
