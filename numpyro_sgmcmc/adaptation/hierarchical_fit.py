@@ -12,7 +12,7 @@ with the expectation over the effects (Fisher's identity; the second term is zer
 :math:`m_g(\psi)`) and blocks of :mod:`~numpyro_sgmcmc.model.block_arrow`. The expectation is taken
 at two antithetic points :math:`m_g \pm D_g^{-1/2}\xi_g` of signs, which is exact for quadratic
 functions up to the products of different effects of a group; these nearly cancel between groups
-(:func:`_balance_signs`). BFGS finds the zero of M, and its inverse Hessian is the covariance of the
+(:func:`.balance_signs`). BFGS finds the zero of M, and its inverse Hessian is the covariance of the
 shared parameters.
 
 With one grouping and at most 50 shared parameters, a last Newton step follows. Its Hessian, the
@@ -30,16 +30,19 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
-from scipy.linalg import hadamard
 
 from numpyro_sgmcmc.adaptation.block_differences import add_differences, add_needed_differences
 from numpyro_sgmcmc.adaptation.effect_correlation import (
     EffectCorrelation,
-    factorize_inverse_blocks,
     find_nesting,
+    sum_row_couplings,
+)
+from numpyro_sgmcmc.adaptation.effect_factors import (
+    balance_signs,
+    factorize_inverse_blocks,
+    list_sign_patterns,
     make_symmetric_factors,
     map_groups,
-    sum_row_couplings,
 )
 from numpyro_sgmcmc.adaptation.settings import WarmupInputs
 from numpyro_sgmcmc.model.block_arrow import (
@@ -197,7 +200,7 @@ def _fit_marginal(
         no_effects = np.zeros((layout.effects_per_group, layout.num_groups))
         position = layout.merge(no_effects, layout.take_shared(position))
     linearisation = _linearise(inputs, layout, position, check_structure=known is None)
-    signs = _balance_signs(linearisation.factors)
+    signs = balance_signs(linearisation.factors)
     conditional = _Conditional(position, linearisation.factors, np.zeros_like(position))
     bound = _INIT_STEP_BOUND
     for _ in range(2):
@@ -357,7 +360,7 @@ def _refine_shared(
     """
     factors, probes = preconditioner.factor.effect_factors, layout.make_probes(with_shared=False)
     no_effects = np.zeros(factors.shape[1:])
-    signs = _balance_signs(factors)
+    signs = balance_signs(factors)
 
     def evaluate(shared: np.ndarray, all_signs: Sequence[np.ndarray]) -> tuple:
         """Return logarithms of the precisions of the effects' coordinates, and M."""
@@ -400,7 +403,7 @@ def _refine_shared(
     curvature = np.linalg.solve(steps, np.stack(marginal_changes)) / num_sides
     eigenvalues, vectors = np.linalg.eigh((curvature + curvature.T) / 2.0)
     eigenvalues = np.clip(np.abs(eigenvalues), *_CURVATURE_RATIOS)
-    patterns = _list_patterns(layout.effects_per_group)
+    patterns = list_sign_patterns(layout.effects_per_group)
     _, marginal = evaluate(np.zeros(layout.num_shared), [signs * x[:, None] for x in patterns])
     step = -(vectors / eigenvalues) @ (vectors.T @ marginal)
     scale = vectors / np.sqrt(eigenvalues)
@@ -408,31 +411,6 @@ def _refine_shared(
     if refined is None:
         raise HierarchyFitError(_NOT_FINITE)
     return refined
-
-
-def _list_patterns(num_effects: int) -> np.ndarray:
-    """Return sign vectors ``(n, k)`` in which the products of different entries cancel."""
-    return hadamard(1 << (num_effects - 1).bit_length())[:, :num_effects]
-
-
-def _balance_signs(factors: np.ndarray) -> np.ndarray:
-    """Return random signs ``(k, G)`` in which products of different effects nearly cancel.
-
-    Groups of a similar volume of their effects' distribution have all the sign vectors between
-    them. Independent signs would move correlations of effects of few rows by more than their
-    posterior SD.
-    """
-    patterns = _list_patterns(len(factors))
-    num_groups, num_patterns = factors.shape[2], len(patterns)
-    order = np.argsort(np.linalg.slogdet(np.moveaxis(factors, 2, 0))[1])
-    flips = np.random.default_rng(0).choice(
-        [-1.0, 1.0], (len(factors), -(-num_groups // num_patterns))
-    )
-    signs = np.empty(factors.shape[1:])
-    signs[:, order] = np.einsum("pa,ab->abp", patterns, flips).reshape(len(factors), -1)[
-        :, :num_groups
-    ]
-    return signs
 
 
 def _compute_precisions(blocks: np.ndarray, factors: np.ndarray) -> np.ndarray:

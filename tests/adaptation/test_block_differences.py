@@ -48,6 +48,34 @@ def test_noisy_scale_of_rows_has_differences(batch_size, columns):
     assert columns == (None if differences is None else differences.columns)
 
 
+def test_crossed_effects_have_no_differences():
+    """Those of pairs of groups are not known, so that estimates would be biased."""
+
+    def crossed(user, item, y, batch_size=None):
+        row_scale = numpyro.sample("row_scale", dist.HalfNormal(1))
+        effects = []
+        for name, index in (("users", user), ("items", item)):
+            with numpyro.plate(name, GROUPS):
+                effects.append((numpyro.sample(f"effect of {name}", dist.Normal(0, 1)), index))
+        with numpyro.plate("rows", len(y), subsample_size=batch_size) as i:
+            eta = sum(effect[index[i]] for effect, index in effects)
+            numpyro.sample("y", dist.Normal(eta, row_scale), obs=y[i])
+
+    rng = np.random.default_rng(5)
+    num_rows = GROUPS * ROWS_PER_GROUP
+    user, item = (jnp.asarray(rng.integers(0, GROUPS, num_rows)) for _ in range(2))
+    y = jnp.asarray(1.5 * rng.standard_normal(num_rows), jnp.float32)
+    inputs = make_inputs(crossed, (user, item, y), 20)
+    layout = find_block_arrow_layout(inputs.potential, inputs.arguments)
+    fit = fit_hierarchy_from_each(inputs, layout, [np.zeros(inputs.potential.dim)])
+    assert fit.reference_hessian.pairs is not None
+    q = np.random.default_rng(1).standard_normal((4, inputs.potential.dim))
+    bulk = BulkPositions(inputs.batched_gradients, fit, q)
+    noise = measure_shared_noise(bulk, SecondOrderControlVariate(), np.random.default_rng(2))
+    assert noise.max() > 0.2  # with one grouping the parameter would have them
+    assert fit.reference_hessian.differences is None
+
+
 def test_differences_remove_the_noise_and_follow_the_center():
     inputs, preconditioner = fit(20)
     hessian = preconditioner.reference_hessian

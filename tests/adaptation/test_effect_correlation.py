@@ -15,9 +15,9 @@ from scipy import sparse
 from numpyro_sgmcmc import SGHMCSplit
 from numpyro_sgmcmc.adaptation.effect_correlation import (
     EffectCorrelation,
-    factorize_inverse_blocks,
     find_nesting,
 )
+from numpyro_sgmcmc.adaptation.effect_factors import factorize_inverse_blocks
 from numpyro_sgmcmc.adaptation.hierarchical_fit import evaluate_block_arrow, remove_prior
 from numpyro_sgmcmc.model.block_arrow import (
     BlockArrowFactor,

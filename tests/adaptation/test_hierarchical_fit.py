@@ -11,7 +11,7 @@ from numpyro.infer import MCMC
 from scipy.optimize import minimize
 
 from numpyro_sgmcmc import SGHMCSplit, suggest_subsample_size
-from numpyro_sgmcmc.adaptation.effect_correlation import (
+from numpyro_sgmcmc.adaptation.effect_factors import (
     factorize_inverse_blocks,
     make_symmetric_factors,
 )

@@ -3,6 +3,8 @@
 import jax
 import jax.numpy as jnp
 import numpy as np
+import numpyro
+import numpyro.distributions as dist
 import pytest
 
 from numpyro_sgmcmc import HostArray, SGHMCSplit
@@ -236,3 +238,32 @@ def test_run_with_a_low_rank_preconditioner_is_resumed_bitwise(tmp_path, monkeyp
     again = make(tmp_path / "killed")
     again.resume()
     assert_bitwise_equal(again, outcome(whole))
+
+
+@slow
+def test_run_of_a_hierarchy_is_resumed_bitwise(tmp_path, monkeypatch):
+    """The Hessian of effects by group, its control variates and coordinates are in the state."""
+    rng = np.random.default_rng(0)
+    group = jnp.asarray(rng.integers(0, 120, 900))
+    y = jnp.asarray(rng.standard_normal(900) + 0.5 * rng.standard_normal(120)[group], jnp.float32)
+
+    def model(group, y, batch_size=None):
+        scale = numpyro.sample("scale", dist.HalfNormal(1))
+        with numpyro.plate("groups", 120):
+            effect = numpyro.sample("effect", dist.Normal(0, scale))
+        with numpyro.plate("rows", len(y), subsample_size=batch_size) as i:
+            numpyro.sample("y", dist.Normal(effect[group[i]], 1), obs=y[i])
+
+    kernel = SGHMCSplit(model, num_steps=2)
+    whole = mcmc_of(tmp_path / "whole", kernel)
+    whole.run(jax.random.key(1), group, y, batch_size=100)
+    preconditioner = whole.last_state.adapt_state.preconditioner
+    assert preconditioner.is_block_arrow
+    assert preconditioner.reference_hessian is not None
+    with monkeypatch.context() as patch:
+        end_at(patch, 12, kill)
+        with pytest.raises(Killed):
+            mcmc_of(tmp_path / "killed", kernel).run(jax.random.key(1), group, y, batch_size=100)
+    resumed = mcmc_of(tmp_path / "killed", SGHMCSplit(model, num_steps=2))
+    resumed.resume(group, y, batch_size=100)
+    assert_bitwise_equal(resumed, outcome(whole))
