@@ -72,7 +72,7 @@ _MIN_CURVATURE_RATIO = 1e-2  # of a secant over the model's, below which BFGS le
 _MIN_SCALED_EIGENVALUE, _MIN_CONFOUNDED_EIGENVALUE, _MIN_TIGHT_EIGENVALUE = 0.02, 1e-3, 1e-5
 # Shared parameters up to which the change of the effects' SDs is measured, at points at this
 # distance in posterior SDs; the curvature above which it counts, relative to a normal's.
-_MAX_TREND_SHARED, _TREND_STEP_SD, _MIN_TREND_CURVATURE = 50, 2.0, 1.0
+_MAX_TREND_SHARED, _TREND_STEP_SD, _MIN_TREND_CURVATURE = 50, 2.0, 0.5
 # Groups from which on the marginal is so close to a normal that differences on one side suffice,
 # and their step.
 _MIN_GROUPS_OF_ONE_SIDE, _ONE_SIDED_STEP_SD = 3_000, 0.5
