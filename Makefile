@@ -108,6 +108,7 @@ disk: $(VENV)/.installed-benchmarks
 	$(bin)/python benchmarks/streaming.py
 	$(bin)/python benchmarks/resume.py
 	$(bin)/python benchmarks/many_parameters.py
+	$(bin)/python benchmarks/crossed_on_disk.py
 
 # Not part of the benchmarks, since it takes hours; recomputing the references takes hours more.
 trust: $(VENV)/.installed-benchmarks
