@@ -289,6 +289,7 @@ def test_run_with_a_schedule_that_ends_at_zero_has_draws_of_zero_weight():
 
 
 @pytest.mark.filterwarnings("ignore:The model has no subsampled plate")
+@pytest.mark.filterwarnings("ignore:The pilot chains of the warm-up had not converged")
 def test_run_with_nonfinite_steps_counts_divergences_and_continues(capsys):
     def potential(z):
         return 0.5 * z**2 + 0.0 * jnp.sqrt(1.5 - z)
