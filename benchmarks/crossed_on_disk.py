@@ -204,11 +204,11 @@ def compute_reference(folder: Path, size: Size, log_scales: np.ndarray) -> dict[
     covariance = np.linalg.inv(information)
     step = covariance @ np.mean(scores, 0)
     error = covariance @ np.std(scores, 0) / np.sqrt(_NUM_REFERENCE_DRAWS)
-    sds = np.sqrt(np.diagonal(covariance))
-    print(f"error of the reference: {np.abs(error / sds).max():.3f} posterior SDs", flush=True)
+    scale_sd = np.sqrt(np.diagonal(covariance))
+    print(f"error of the reference: {np.abs(error / scale_sd).max():.3f} posterior SDs", flush=True)
     return {
         "mean": np.concatenate([mean[:2], log_scales + step]),
-        "sd": np.concatenate([normal.compute_coefficient_sds(), sds]),
+        "sd": np.concatenate([normal.compute_coefficient_sds(), scale_sd]),
         "effects": mean[2 : 2 + _NUM_COMPARED_USERS],
         "effect_sd": np.sqrt(1.0 / normal.precision.diagonal()[2 : 2 + _NUM_COMPARED_USERS]),
     }

@@ -27,6 +27,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from itertools import chain
 from typing import Any
 
 import numpy as np
@@ -159,9 +160,14 @@ def fit_hierarchy_from_each(
 def _fit_first(
     inputs: WarmupInputs, layout: BlockArrowLayout, positions: Iterator[np.ndarray]
 ) -> Preconditioner:
-    """Return the first fit that converges, and leave the remaining positions in the iterator."""
+    """Return the first fit that converges, and leave the remaining positions in the iterator.
+
+    Where none converges, because scales or correlations are extreme there, a further fit starts
+    at the origin of the unconstrained space.
+    """
     error = HierarchyFitError("there is no initial position")
-    for position in positions:
+    origin = () if inputs.settings.has_init_params else (np.zeros(layout.dim),)
+    for position in chain(positions, origin):
         try:
             return fit_hierarchy(inputs, layout, position)
         except HierarchyFitError as latest:

@@ -1,5 +1,7 @@
 """The fit of a hierarchy has the marginal mode and curvature of its shared parameters."""
 
+from dataclasses import replace
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -198,8 +200,10 @@ def test_fits_that_differ_are_left_out():
         fit_hierarchy_from_each(inputs, layout, [positive, negative])
     nowhere = np.full(inputs.potential.dim, np.nan)
     fit_hierarchy_from_each(inputs, layout, [nowhere, positive])
+    fit_hierarchy_from_each(inputs, layout, [nowhere])  # from the origin
+    given = replace(inputs, settings=replace(inputs.settings, has_init_params=True))
     with pytest.raises(HierarchyFitError, match="not finite"):
-        fit_hierarchy_from_each(inputs, layout, [nowhere])
+        fit_hierarchy_from_each(given, layout, [nowhere])
 
 
 def correlated_model(group, x, y, batch_size=None):
