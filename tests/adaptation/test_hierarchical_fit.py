@@ -29,7 +29,6 @@ from tests.adaptation.inputs import make_inputs
 GROUPS, ROWS_PER_GROUP = 200, 4
 USERS, ITEMS = 60, 40
 MAX_DISTANCE_SD, MAX_SD_ERROR = 0.05, 0.1
-MAX_REFINED_DISTANCE_SD = 0.1  # where one Newton step corrects products of different effects
 SIGNS = [(1, 1), (1, -1), (-1, 1), (-1, -1)]
 
 
@@ -158,7 +157,7 @@ def test_fit_of_many_effects_is_near_the_marginal_mode():
     mode, covariance = find_mode(potential, 2 * num_effects)
     sds = np.sqrt(np.diagonal(covariance))
     _, shared = layout.split(fit.center)
-    assert np.abs((shared - mode) / sds).max() < MAX_REFINED_DISTANCE_SD
+    assert np.abs((shared - mode) / sds).max() < MAX_DISTANCE_SD
     fitted_sds = np.linalg.norm(fit.factor.shared_factor, axis=1)
     np.testing.assert_allclose(fitted_sds, sds, rtol=MAX_SD_ERROR)
 
@@ -250,7 +249,7 @@ def test_fit_of_correlated_effects_with_few_rows_is_near_the_marginal_mode():
     # With independent signs in place of balanced ones the fit is 2.8 SDs off.
     fit = fit_hierarchy_from_each(inputs, layout, [np.zeros(inputs.potential.dim)])
     distance = np.abs(layout.take_shared(fit.center) - mode) / sds
-    assert distance.max() < MAX_REFINED_DISTANCE_SD
+    assert distance.max() < MAX_DISTANCE_SD
 
 
 def crossed_model(user, item, y, batch_size=None):

@@ -12,7 +12,6 @@ from tests.sampling.references import summarise
 
 # Means within 0.1 posterior SD and SDs within 10%, beyond three standard errors.
 MAX_MEAN_BIAS, MAX_SD_BIAS, NUM_STANDARD_ERRORS = 0.1, 0.1, 3.0
-MAX_R_HAT = 1.02
 pytestmark = pytest.mark.usefixtures("optimised")
 
 QUICK = "crossed effects, 90 by 60"
@@ -33,7 +32,7 @@ def compute_errors(draws, mean, sd):
     }
 
 
-def assert_exact(name, num_samples=1000):
+def assert_exact(name, num_samples=1000, max_r_hat=1.01):
     """Run four chains and compare every coordinate with its exact mean and SD."""
     problem = PROBLEMS[name]()
     mcmc = MCMC(
@@ -51,15 +50,15 @@ def assert_exact(name, num_samples=1000):
         errors = compute_errors(samples[site], *exact)
         assert max(errors.values()) <= 0, (site, errors)
     for site, draws in samples.items():
-        assert np.max(split_gelman_rubin(np.asarray(draws, np.float64))) < MAX_R_HAT, site
+        assert np.max(split_gelman_rubin(np.asarray(draws, np.float64))) < max_r_hat, site
         (summary,) = summarise({site: draws}).values()
-        assert np.min(summary["ess"]) >= 300, site
+        assert np.min(summary["ess"]) >= 400, site
     assert not mcmc.get_extra_fields()["diverging"].any()
 
 
 @pytest.mark.slow
 def test_default_arguments_crossed_effects_have_exact_moments():
-    assert_exact(QUICK, 500)
+    assert_exact(QUICK, 500, 1.02)
 
 
 @pytest.mark.slow
