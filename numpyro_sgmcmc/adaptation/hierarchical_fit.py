@@ -15,9 +15,10 @@ functions up to the products of different effects of a group; these nearly cance
 (:func:`.balance_signs`). BFGS finds the zero of M, and its inverse Hessian is the covariance of the
 shared parameters.
 
-With one grouping and at most 50 shared parameters, a last Newton step follows. Its Hessian, the
-inverse of their covariance, has differences of M along each of them. Its expectation has at least
-as many sign vectors as effects per group, in which the products of different effects cancel.
+With one grouping and at most 50 shared parameters, one or two Newton steps follow. The Hessian, the
+inverse of the shared parameters' covariance, has differences of M along each of them. The
+expectation has at least as many sign vectors as effects per group, in which the products of
+different effects cancel.
 
 An iteration takes 2k + 4 gradients over the data with k effects per group, whatever the number of
 groups; 10 to 30 iterations are usual.
@@ -77,6 +78,9 @@ _MAX_TREND_SHARED, _TREND_STEP_SD, _MIN_TREND_CURVATURE = 50, 2.0, 0.5
 # Groups from which on the marginal is so close to a normal that differences on one side suffice,
 # and their step.
 _MIN_GROUPS_OF_ONE_SIDE, _ONE_SIDED_STEP_SD = 3_000, 0.5
+# Newton steps of the shared parameters at the end of a fit, and the length of the last one, whose
+# error is of second order in it.
+_MAX_NEWTON_STEPS, _MAX_LAST_NEWTON_STEP_SD = 2, 0.2
 _CURVATURE_RATIOS = 0.01, 100.0  # bounds on curvatures relative to those of BFGS
 _MIN_RELATIVE_TREND = 0.25  # RMS over groups, relative to an effect's largest, from which it counts
 _COLUMNS_PER_PRODUCT = 8  # shared parameters whose coupling is in memory at once
@@ -359,7 +363,7 @@ def recenter_block_arrow(
 def _refine_shared(
     inputs: WarmupInputs, layout: BlockArrowLayout, preconditioner: Preconditioner
 ) -> Preconditioner:
-    """Return coordinates with a trend of the effects' SDs, and at a Newton step of the marginal.
+    """Return coordinates with a trend of the effects' SDs, and after Newton steps of the marginal.
 
     BFGS finds the curvature of many shared parameters slowly; here M and the effects' precisions
     are differentiated along each of them.
@@ -409,11 +413,15 @@ def _refine_shared(
     curvature = np.linalg.solve(steps, np.stack(marginal_changes)) / num_sides
     eigenvalues, vectors = np.linalg.eigh((curvature + curvature.T) / 2.0)
     eigenvalues = np.clip(np.abs(eigenvalues), *_CURVATURE_RATIOS)
-    patterns = list_sign_patterns(layout.effects_per_group)
-    _, marginal = evaluate(np.zeros(layout.num_shared), [signs * x[:, None] for x in patterns])
-    step = -(vectors / eigenvalues) @ (vectors.T @ marginal)
+    patterns = [signs * x[:, None] for x in list_sign_patterns(layout.effects_per_group)]
+    position = np.zeros(layout.num_shared)
+    for _ in range(_MAX_NEWTON_STEPS):
+        step = -(vectors / eigenvalues) @ (vectors.T @ evaluate(position, patterns)[1])
+        position += step
+        if np.abs(step).max() < _MAX_LAST_NEWTON_STEP_SD:
+            break
     scale = vectors / np.sqrt(eigenvalues)
-    refined = recenter_block_arrow(inputs, preconditioner, step, scale)
+    refined = recenter_block_arrow(inputs, preconditioner, position, scale)
     if refined is None:
         raise HierarchyFitError(_NOT_FINITE)
     return refined
