@@ -385,7 +385,10 @@ def describe_site_bias(site_bias: SiteBias) -> str:
         return ""
     text = " and ".join(clauses)
     if site_bias.size > 1:
-        text += f" (worst of {site_bias.size} coordinates, simultaneous 95% limits)"
+        text += (
+            f" (± one standard error; worst of {site_bias.size} coordinates by simultaneous 95% "
+            "limits)"
+        )
     return f"{text[0].upper()}{text[1:]}."
 
 

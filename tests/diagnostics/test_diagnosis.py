@@ -160,7 +160,8 @@ def test_noisy_run_is_described_by_site_size_cause_and_remedy(noisy_report):
     assert {s.diagnosis for s in noisy_report.sites} == {"biased"}
     for part in ("SDs of `beta`", "% too wide", "Gradient noise", "subsample_size", "step_size"):
         assert part in noisy_report.diagnosis
-    assert "(worst of 2 coordinates, simultaneous 95% limits)" in noisy_report.diagnosis
+    limits = "(± one standard error; worst of 2 coordinates by simultaneous 95% limits)"
+    assert limits in noisy_report.diagnosis
 
 
 # Control variates with the preconditioner of the survey's posterior.

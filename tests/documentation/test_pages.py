@@ -122,7 +122,7 @@ PAGES = {
 }
 TOLD = {  # what a page says, and whether it came out so
     "howto/from-nuts.md": lambda page: (
-        np.abs(page["shift"]).max() < 0.25
+        np.abs(page["mean_bias"]).max() < 0.25
         and np.abs(page["b"]["beta"].std(0) / page["a"]["beta"].std(0) - 1).max() < 0.15
     ),
     "howto/predict.md": lambda page: (
