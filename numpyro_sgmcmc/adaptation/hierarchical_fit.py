@@ -311,10 +311,8 @@ def _build_preconditioner(
     coupling, num_shared = hessian.strips, layout.num_shared
     # Products with strips and factors may take fewer numbers than those with the coupling.
     num_values = layout.effects_per_group + len(coupling.values)
-    if not (has_strips := pairs is None and num_values < num_shared):
-        correlation = EffectCorrelation.create(pairs, factorize_inverse_blocks(hessian.blocks))
-        dense = apply_covariance(factors, coupling.multiply(np.eye(num_shared)), correlation)
-        coupling = SharedStrips.from_dense(dense)
+    has_strips = pairs is None and num_values < num_shared
+    coupling = _compute_coupling(hessian, factors, has_strips)
     try:
         shared_factor = np.linalg.cholesky((shared_covariance + shared_covariance.T) / 2.0)
     except np.linalg.LinAlgError:
@@ -353,11 +351,27 @@ def recenter_block_arrow(
     factor = factor.refit_shared(mean, scale)
     differences = preconditioner.reference_hessian.differences
     gradient, hessian = evaluate_block_arrow(inputs, layout, center, differences)
-    if factor.has_strips:
-        factor = replace(factor, coupling=hessian.strips)
+    coupling = _compute_coupling(hessian, factor.effect_factors, factor.has_strips)
+    factor = replace(factor, coupling=coupling)
     of_rows = remove_prior(inputs, center, hessian)
     recentered = Preconditioner(center, factor, gradient, of_rows)
     return recentered if recentered.is_finite() else None
+
+
+def _compute_coupling(
+    hessian: BlockArrowMatrix, factors: np.ndarray, has_strips: bool
+) -> SharedStrips:
+    """Return the dependence of the effects' means on the shared parameters, or the strips of it.
+
+    :param factors: F of a single grouping.
+    """
+    if has_strips:
+        return hessian.strips
+    if hessian.pairs is not None:
+        factors = factorize_inverse_blocks(hessian.blocks)
+    correlation = EffectCorrelation.create(hessian.pairs, factors)
+    strips = hessian.strips.multiply(np.eye(hessian.layout.num_shared))
+    return SharedStrips.from_dense(apply_covariance(factors, strips, correlation))
 
 
 def _refine_shared(

@@ -22,6 +22,7 @@ from numpyro_sgmcmc.adaptation.hierarchical_fit import (
     evaluate_block_arrow,
     fit_hierarchy,
     fit_hierarchy_from_each,
+    recenter_block_arrow,
 )
 from numpyro_sgmcmc.model.block_arrow import find_block_arrow_layout
 from tests.adaptation.inputs import make_inputs
@@ -307,6 +308,27 @@ def test_fit_of_crossed_effects_is_near_the_marginal_mode():
     # The means of users and items are nearly confounded: the only directions that are scaled.
     assert 1 <= factor.correlation.scales.size <= 4
     assert factor.correlation.scales.max() > 1.5
+
+
+@pytest.mark.parametrize("is_crossed", [False, True])
+def test_means_of_effects_follow_the_shared_parameters_about_a_new_center(is_crossed):
+    args = make_crossed_data() if is_crossed else make_data()
+    model = crossed_model if is_crossed else make_model()
+    inputs = make_inputs(model, args, 100)
+    layout = find_block_arrow_layout(inputs.potential, inputs.arguments)
+    fit = fit_hierarchy_from_each(inputs, layout, [np.zeros(inputs.potential.dim)])
+    num_shared = layout.num_shared
+    # The log scales move by one and a half SDs.
+    shift = np.array([0.0, 1.5, 1.5])[:num_shared]
+    moved = recenter_block_arrow(inputs, fit, shift, np.eye(num_shared))
+    _, hessian = evaluate_block_arrow(inputs, layout, moved.center)
+    no_effects = np.zeros((num_shared, layout.effects_per_group, layout.num_groups))
+    for unit in layout.merge(no_effects, np.eye(num_shared)):
+        _, of_shared = layout.split(moved.factor.apply(unit))
+        strips = hessian.strips.multiply(of_shared)
+        # Along a shared coordinate the gradient of the effects stays zero.
+        residual, _ = layout.split(hessian @ moved.factor.apply(unit))
+        assert np.linalg.norm(residual) < 0.05 * np.linalg.norm(strips)
 
 
 def test_default_arguments_sample_a_hierarchy_with_few_rows_per_group():
