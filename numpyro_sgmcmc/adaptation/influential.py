@@ -40,8 +40,8 @@ from numpyro_sgmcmc.model.potential import IncludedRows, Potential
 # Pairs of positions a + delta, a - delta at which each observation is evaluated.
 _NUM_ANTITHETIC_PAIRS = 6
 
-# Observations evaluated in one call: a bound on memory.
-_MAX_ROWS_PER_CALL = 8_192
+# Observations evaluated in one call, a bound on memory; more where a call takes time for all effects.
+_MAX_ROWS_PER_CALL, _MAX_ROWS_PER_CALL_HIGH_DIM = 2**13, 2**17
 
 # Observations are included in every minibatch if that at least halves the noise, and if the noise
 # without them has a variance, summed over preconditioned coordinates, that shortens the step.
@@ -53,22 +53,29 @@ _MAX_INFLUENTIAL_BATCH_FRACTION = 0.5
 
 
 def find_influential_rows(
-    potential: Potential, arguments: Arguments, variational_fit: MeanField, rng: np.random.Generator
+    potential: Potential,
+    arguments: Arguments,
+    variational_fit: MeanField,
+    rng: np.random.Generator,
+    has_groups: bool = False,
 ) -> IncludedRows:
     """Return the rows that every minibatch has to include, by plate.
 
     It takes one pass over the rows, without derivatives. Not supported (and empty) for several
-    plates, rows outside of memory, randomised likelihoods, local latent variables and very high
-    dimension.
+    plates, rows outside of memory, randomised likelihoods, local latent variables, and very high
+    dimension without groups.
+
+    :param has_groups: whether a row depends on the effects of a few groups, so that its cost does
+        not grow with the dimension.
     """
-    if not _is_supported(potential, arguments):
+    if not _is_supported(potential, arguments, has_groups):
         return ()
     plate = potential.plates[0]
     normals = rng.standard_normal((_NUM_ANTITHETIC_PAIRS, potential.dim))
     mean, deviations = variational_fit.mean, variational_fit.sd * normals
     positions = np.concatenate([mean[None], mean + deviations, mean - deviations])
     positions = positions.astype(potential.dtype)
-    num_rows = min(_MAX_ROWS_PER_CALL, plate.size)
+    num_rows = _count_rows_per_call(potential)
     variances = np.zeros(plate.size)
     for start in range(0, plate.size, num_rows):
         start = min(start, plate.size - num_rows)  # all calls have one shape
@@ -84,18 +91,26 @@ def find_influential_rows(
     return ((plate.name, tuple(influential.tolist())),)
 
 
-def precompile_influential_rows(potential: Potential, arguments: Arguments) -> None:
+def precompile_influential_rows(
+    potential: Potential, arguments: Arguments, has_groups: bool = False
+) -> None:
     """Start the compilation of :func:`find_influential_rows`."""
-    if not _is_supported(potential, arguments):
+    if not _is_supported(potential, arguments, has_groups):
         return
     plate = potential.plates[0]
     num_positions = 2 * _NUM_ANTITHETIC_PAIRS + 1
     positions = jax.ShapeDtypeStruct((num_positions, potential.dim), potential.dtype)
-    rows = jax.ShapeDtypeStruct((min(_MAX_ROWS_PER_CALL, plate.size),), np.int32)
+    rows = jax.ShapeDtypeStruct((_count_rows_per_call(potential),), np.int32)
     aot_compile(_evaluate_remainder_variances, potential, arguments, positions, {plate.name: rows})
 
 
-def _is_supported(potential: Potential, arguments: Arguments) -> bool:
+def _count_rows_per_call(potential: Potential) -> int:
+    is_high_dim = potential.dim > HIGH_DIM
+    max_rows = _MAX_ROWS_PER_CALL_HIGH_DIM if is_high_dim else _MAX_ROWS_PER_CALL
+    return min(max_rows, potential.plates[0].size)
+
+
+def _is_supported(potential: Potential, arguments: Arguments, has_groups: bool) -> bool:
     """Return True if the influence of single observations can be computed and matters."""
     return (
         not (arguments.host_arrays or arguments.sharded_arrays)
@@ -104,7 +119,7 @@ def _is_supported(potential: Potential, arguments: Arguments) -> bool:
         and potential.has_minibatches
         and not potential.is_stochastic
         and potential.local_latents is None
-        and potential.dim <= HIGH_DIM
+        and (has_groups or potential.dim <= HIGH_DIM)
     )
 
 

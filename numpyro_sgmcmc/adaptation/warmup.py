@@ -126,7 +126,7 @@ def warm_up_globals(inputs: WarmupInputs, init_positions: Iterable[np.ndarray]) 
             estimators = (MinibatchGradient(), SecondOrderControlVariate())
             candidates = replace(candidates, estimators=estimators)
         fits = [MeanField(hierarchy.center, hierarchy.sds)]
-        inputs = _include_influential_rows(inputs, fits[0])
+        inputs = _include_influential_rows(inputs, fits[0], has_groups=True)
         pilot = init_standard_pilot(inputs, hierarchy)
     else:
         _start_compilation(inputs, candidates)
@@ -213,7 +213,7 @@ def _fit_hierarchy(
 
     def start_compilation(fit: Preconditioner) -> None:
         if _can_include_rows(inputs):
-            precompile_influential_rows(potential, inputs.arguments)
+            precompile_influential_rows(potential, inputs.arguments, has_groups=True)
         precompile_pilot(pilot_inputs, fit)
 
     try:
@@ -235,11 +235,15 @@ def _start_compilation(inputs: WarmupInputs, candidates: Candidates) -> None:
         inputs.batched_gradients.precompile_hessian()
 
 
-def _include_influential_rows(inputs: WarmupInputs, fit: MeanField) -> WarmupInputs:
+def _include_influential_rows(
+    inputs: WarmupInputs, fit: MeanField, has_groups: bool = False
+) -> WarmupInputs:
     """Return the inputs with influential observations in every minibatch, where there are such."""
     if not _can_include_rows(inputs):
         return inputs
-    rows = find_influential_rows(inputs.potential, inputs.arguments, fit, inputs.rng)
+    rows = find_influential_rows(
+        inputs.potential, inputs.arguments, fit, inputs.rng, has_groups
+    )
     return replace(inputs, included_rows=rows)
 
 

@@ -1,6 +1,7 @@
 """Influential observations are detected, and every minibatch includes them without bias."""
 
 import warnings
+from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -90,6 +91,29 @@ def test_find_influential_rows_rare_covariate_contains_its_rows():
     assert name == "rows"
     assert set(np.flatnonzero(np.asarray(arguments.args[1]))) <= set(rows)
     assert len(rows) <= NUM_RARE + 2
+
+
+def test_find_influential_rows_of_many_groups():
+    num_groups, num_rows = 21_000, 42_000
+    group = jnp.arange(num_rows) % num_groups
+
+    def grouped_model(z, x, y, batch_size=None):
+        b = numpyro.sample("b", dist.Normal(0, 5))
+        with numpyro.plate("groups", num_groups):
+            effect = numpyro.sample("effect", dist.Normal(0, 1))
+        with numpyro.plate("rows", len(y), subsample_size=batch_size) as i:
+            eta = effect[group[i]] + b * x[i]
+            numpyro.sample("y", dist.Bernoulli(logits=eta), obs=(y[i] > 0).astype(int))
+
+    arguments = Arguments(make_data(num_rows, NUM_RARE, 20.0), {"batch_size": 4_000})
+    potential = make_model_potential(grouped_model, arguments, numpyro.infer.init_to_uniform)
+    # b comes first
+    fit = MeanField(np.zeros(1 + num_groups), np.append(0.3, np.full(num_groups, 0.1)))
+    find = partial(find_influential_rows, potential, arguments, fit)
+    ((_, rows),) = find(np.random.default_rng(0), has_groups=True)
+    assert set(np.flatnonzero(np.asarray(arguments.args[1]))) <= set(rows)
+    assert len(rows) < 400  # a tenth of the minibatch
+    assert find(np.random.default_rng(0)) == ()  # as many weights, which every row depends on
 
 
 # --- Minibatches --------------------------------------------------------------------------------
