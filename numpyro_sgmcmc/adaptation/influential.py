@@ -40,7 +40,7 @@ from numpyro_sgmcmc.model.potential import IncludedRows, Potential
 # Pairs of positions a + delta, a - delta at which each observation is evaluated.
 _NUM_ANTITHETIC_PAIRS = 6
 
-# Observations evaluated in one call, a bound on memory; more where each call also reads all effects.
+# Observations evaluated in one call: a bound on memory, higher where a call reads all effects.
 _MAX_ROWS_PER_CALL, _MAX_ROWS_PER_CALL_HIGH_DIM = 2**13, 2**17
 
 # Observations are included in every minibatch if that at least halves the noise, and if the noise

@@ -241,9 +241,7 @@ def _include_influential_rows(
     """Return the inputs with influential observations in every minibatch, where there are such."""
     if not _can_include_rows(inputs):
         return inputs
-    rows = find_influential_rows(
-        inputs.potential, inputs.arguments, fit, inputs.rng, has_groups
-    )
+    rows = find_influential_rows(inputs.potential, inputs.arguments, fit, inputs.rng, has_groups)
     return replace(inputs, included_rows=rows)
 
 
