@@ -327,7 +327,7 @@ def check_rows_are_independent(
             raise InvalidModelError(
                 f"Site '{name}' uses the states of discrete sites of other rows of the plate "
                 f"'{sites.plate}'.",
-                "let each row use its own states only. Make rows that depend on each other one row.",
+                "let each row use its own states only: combine dependent rows into one row.",
                 "enumeration-rows",
             )
 
