@@ -9,7 +9,7 @@ of its best result. Without ``--rows`` the numbers of rows are those of the page
 
 ``--cores 11`` runs eleven methods at a time, each on one core. ``--keep FILE`` appends each result
 to a file as JSON and leaves out those that the file has; ``--seconds`` stops after a time.
-``--tables FILE`` prints tables of such files.
+``--tables FILE`` prints tables of such files, of the methods of ``--methods``.
 
 ``SGHMCSplit`` has no arguments but the batch size. The others get settings in their favour:
 
@@ -80,6 +80,7 @@ _MAX_DENSE = 2_000  # coordinates of a dense covariance matrix
 _BLOCK = 250  # draws of a chain between two looks
 _MAX_CPU_SECONDS = 1_000.0  # of SGHMCSplit, whose seconds are the budget of the others
 _NUM_APPROXIMATE_DRAWS = 4_000
+_MAX_PATHFINDER_ROWS = 4_000_000  # evaluated at once for its ELBO: a bound on memory
 _LEARNING_RATES = (0.03, 0.01, 0.003)
 _NUM_STEPS = (1_000, 3_000, 10_000, 30_000, 100_000)
 _MIN_CPU_SECONDS = 60.0  # of the others
@@ -340,7 +341,7 @@ def run_pathfinder(posterior: Posterior) -> Iterator[Summary]:
         random.key(0),
         lambda q: -potential_fn(q, posterior.args),
         jnp.asarray(start),
-        num_samples=200,
+        num_samples=int(np.clip(_MAX_PATHFINDER_ROWS // posterior.num_rows, 10, 200)),
     )
     draws, _ = blackjax.vi.pathfinder.sample(random.key(1), state, _NUM_APPROXIMATE_DRAWS)
     x = posterior.sort(jax.vmap(unravel)(draws), axes=1)
@@ -564,6 +565,7 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=float("inf"), help="wall seconds at most")
     parser.add_argument("--keep", type=Path, help="file of results")
     parser.add_argument("--tables", type=Path, nargs="+", help="files of results")
+    parser.add_argument("--label", default="", help="end of the titles of the tables")
     parser.add_argument("--run", help=argparse.SUPPRESS)
     parser.add_argument("--budget", type=float, help=argparse.SUPPRESS)
     options = parser.parse_args()
@@ -579,7 +581,13 @@ def main() -> None:
         cache.cleanup()
         return
     if options.tables:
-        print_tables([r for file in options.tables for r in read_records(file)])
+        records = [r for file in options.tables for r in read_records(file)]
+        wanted = [
+            r
+            for r in records
+            if not options.methods or any(re.search(m, r["pair"][2]) for m in options.methods)
+        ]
+        print_tables(wanted, options.label)
         return
     cases = [
         (problem, num_rows)
@@ -714,7 +722,7 @@ def _cells(record: Record) -> list[str]:
     ]
 
 
-def print_tables(records: Sequence[Record]) -> None:
+def print_tables(records: Sequence[Record], label: str = "") -> None:
     """Print the CPU seconds of all methods that reach the accuracy, and the errors of the others.
 
     A run that was stopped before it had used its budget counts only where it reached the accuracy.
@@ -758,7 +766,7 @@ def print_tables(records: Sequence[Record]) -> None:
         return f"{_round(result.mean_error)}, {_round(100 * result.sd_error)}%"
 
     for title, cell in (("CPU seconds to the accuracy", seconds), ("Errors otherwise", errors)):
-        print_header(title, **where)
+        print_header(title + label, **where)
         widths = [32, *(max(len(c), 12) for c in columns)]
         print_row(["problem", *columns], widths)
         for case in cases:

@@ -336,15 +336,17 @@ def draw_batch_size() -> None:
 # -- benchmarks: seconds until means and SDs are accurate, by the number of rows --
 
 
-def draw_time_to_accuracy() -> None:
+def read_rows(title: str) -> list[list[str]]:
+    """Return the rows of a stored table, of the newest Python that has it."""
     files = sorted((FOLDER.parents[1] / "benchmarks" / "results").glob("*.json"))
     *_, table = (
-        t
-        for file in files
-        for t in json.loads(file.read_text())
-        if t["title"] == "CPU seconds to the accuracy"
+        t for file in files for t in json.loads(file.read_text()) if t["title"].startswith(title)
     )
-    (_, *methods), *rows = table["rows"]
+    return table["rows"]
+
+
+def draw_time_to_accuracy() -> None:
+    (_, *methods), *rows = read_rows("CPU seconds to the accuracy")
     by_rows = {}
     for problem, *cells in rows:
         if match := re.fullmatch(r"logistic, ([\d,]+) rows", problem):
@@ -366,6 +368,25 @@ def draw_time_to_accuracy() -> None:
     figure.savefig(FOLDER / "time-to-accuracy.png")
 
 
+# -- benchmarks: CPU time per effective draw, by the numbers of groups and of rows --
+
+
+def draw_growth() -> None:
+    figure, axes = plt.subplots(1, 2, figsize=(7.6, 3.2), sharey=True, layout="constrained")
+    for panel, by in zip(axes, ("groups", "rows"), strict=True):
+        head, *rows = read_rows(f"Growth with the number of {by}")
+        x, y = (
+            np.array([float(row[head.index(name)].replace(",", "")) for row in rows])
+            for name in (by, "CPU ms per effective draw")
+        )
+        slope = np.polyfit(np.log(x[-3:]), np.log(y[-3:]), 1)[0]
+        panel.plot(x, y, "o-", color=BLUE, markersize=4)
+        panel.set(xscale="log", yscale="log", xlabel=f"number of {by}")
+        panel.set_title(f"slope of the last three points: {slope:.2f}", fontsize=9)
+    axes[0].set_ylabel("CPU ms per effective draw")
+    figure.savefig(FOLDER / "growth.png")
+
+
 if __name__ == "__main__":
     with plt.style.context(FOLDER / "style.mplstyle"):
         draw_front()
@@ -374,3 +395,4 @@ if __name__ == "__main__":
         draw_runs()
         draw_batch_size()
         draw_time_to_accuracy()
+        draw_growth()
