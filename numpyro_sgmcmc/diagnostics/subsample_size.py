@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -26,9 +26,12 @@ from numpyro_sgmcmc.sampling.options import build_warmup_settings
 from numpyro_sgmcmc.sampling.state import SGMCMCState
 
 # Steps are timed with the smallest minibatch and with the largest one up to so many rows, or up to
-# so many times the rows of the smallest.
+# so many times the rows of the smallest. Where the longer time is no larger by this ratio, since a
+# step takes time for all coordinates, minibatches of eight times as many rows follow.
 _MAX_TIMED_ROWS, _MIN_TIMED_RATIO = 4_000, 4
-_NUM_TIMED_ITERATIONS = 50
+_MIN_SECONDS_RATIO, _NEXT_TIMED_RATIO = 1.5, 8
+# Iterations that are timed; fewer, but not below the second number, after so many seconds.
+_NUM_TIMED_ITERATIONS, _MIN_TIMED_ITERATIONS, _MAX_TIMED_SECONDS = 50, 5, 3.0
 _NOTE = (
     "Seconds of all chains together, without warm-up and compilation. Draws a relaxation time "
     "apart count as independent."
@@ -93,7 +96,7 @@ def suggest_subsample_size(
     The warm-up runs once, with the ``subsample_size`` that the arguments contain, and measures the
     gradient noise. The variance of the noise at other sizes is inversely proportional to them, and
     determines step size, steps per draw and bias. The time of a step is linear in the size; it is
-    measured with a small and a large minibatch.
+    measured with small and large minibatches.
 
     :param model: a NumPyro model with a subsampled plate, for :class:`.SGHMCSplit`; or one of this
         package's kernels, which keeps the warm-up for a run with the same arguments.
@@ -111,13 +114,9 @@ def suggest_subsample_size(
         _check_plates(kernel, Arguments(args, kwargs))
     state = kernel.init(random.split(random.key(0), num_chains), 0, None, args, kwargs)
     draws = _predict(kernel)
-    # All rows are not timed, for which the estimator's reference is not needed.
-    subsampled = [d for d in draws if d.num_rows == sum(d.batch_sizes.values())]
-    small = subsampled[0]
-    max_rows = max(_MAX_TIMED_ROWS, _MIN_TIMED_RATIO * small.num_rows)
-    large = [d for d in subsampled if d.num_rows <= max_rows][-1]
-    seconds = [_time_step(kernel, state, d, args, kwargs) / num_chains for d in (small, large)]
-    step_cost = StepCost.fit([small.num_rows, large.num_rows], seconds)
+    step_cost = measure_step_cost(
+        draws, lambda draw: _time_step(kernel, state, draw, args, kwargs) / num_chains
+    )
     suggestion = SubsampleSizeSuggestion(
         {name: tuple(d.batch_sizes[name] for d in draws) for name in draws[0].batch_sizes},
         tuple(d.num_steps for d in draws),
@@ -172,6 +171,28 @@ def _predict(kernel: SGMCMCKernel) -> list[DrawPrediction]:
     )
 
 
+def measure_step_cost(
+    draws: Sequence[DrawPrediction], time_step: Callable[[DrawPrediction], float]
+) -> StepCost:
+    """Fit the seconds of steps with small and large minibatches.
+
+    :param draws: with increasing batch sizes.
+    :param time_step: maps a draw to the seconds of one of its steps.
+    """
+    # All rows are not timed, for which the estimator's reference is not needed.
+    subsampled = [d for d in draws if d.num_rows == sum(d.batch_sizes.values())]
+    num_rows, seconds = [subsampled[0].num_rows], [time_step(subsampled[0])]
+    max_rows = max(_MAX_TIMED_ROWS, _MIN_TIMED_RATIO * num_rows[0])
+    while larger := [d for d in subsampled if d.num_rows > num_rows[-1]]:
+        large = ([d for d in larger if d.num_rows <= max_rows] or larger[:1])[-1]
+        num_rows.append(large.num_rows)
+        seconds.append(time_step(large))
+        if seconds[-1] > _MIN_SECONDS_RATIO * seconds[0]:
+            break
+        max_rows = _NEXT_TIMED_RATIO * large.num_rows
+    return StepCost.fit(num_rows, seconds)
+
+
 def _time_step(
     kernel: SGMCMCKernel, state: SGMCMCState, draw: DrawPrediction, args: tuple, kwargs: dict
 ) -> float:
@@ -190,8 +211,12 @@ def _time_step(
     clocks = [time.perf_counter]
     if jax.default_backend() == "cpu":
         clocks.append(time.process_time)
-    durations = []
-    for _ in range(_NUM_TIMED_ITERATIONS):
+    durations: list[float] = []
+    begin = time.perf_counter()
+    for k in range(_NUM_TIMED_ITERATIONS):
+        is_enough = time.perf_counter() - begin > _MAX_TIMED_SECONDS
+        if is_enough and k >= _MIN_TIMED_ITERATIONS:
+            break
         starts = [clock() for clock in clocks]
         state = jax.block_until_ready(run(state))
         durations += [clock() - start for clock, start in zip(clocks, starts, strict=True)]

@@ -9,7 +9,9 @@ import pytest
 from numpyro.infer import MCMC
 
 from numpyro_sgmcmc import SHMC, HostArray, SGHMCSplit, suggest_subsample_size
+from numpyro_sgmcmc.adaptation.batch_size import DrawPrediction
 from numpyro_sgmcmc.diagnostics import SubsampleSizeSuggestion
+from numpyro_sgmcmc.diagnostics.subsample_size import measure_step_cost
 from numpyro_sgmcmc.errors import InvalidArgumentError, InvalidModelError
 
 RNG = np.random.default_rng(0)
@@ -66,6 +68,22 @@ def test_suggest_subsample_size_kernel_keeps_the_warm_up(kernel, suggestion):
     mcmc.run(jax.random.key(1), X, Y, batch_size=100)
     assert kernel.adaptation is adaptation
     assert mcmc.get_samples()["slope"].shape == (10, 3)
+
+
+@pytest.mark.parametrize("per_step", [1e-6, 1e-2])
+def test_measure_step_cost_finds_the_time_of_rows_beside_that_of_coordinates(per_step):
+    per_row, num_rows = 1e-8, 10 ** np.arange(2, 7)
+    draws = [DrawPrediction({"rows": n}, n, 10, 10.0, True) for n in num_rows]
+    timed = []
+
+    def time_step(draw):
+        timed.append(draw.num_rows)
+        jitter = 0.98 if len(timed) % 2 == 0 else 1.0  # with few rows the larger one is faster
+        return jitter * (per_step + per_row * draw.num_rows)
+
+    step_cost = measure_step_cost(draws, time_step)
+    assert timed == ([100, 1_000] if per_step < 1e-4 else list(num_rows))
+    assert 0.5 * per_row < step_cost.per_row < 2.0 * per_row
 
 
 @pytest.mark.slow
