@@ -9,7 +9,8 @@ of its best result. Without ``--rows`` the numbers of rows are those of the page
 
 ``--cores 11`` runs eleven methods at a time, each on one core. ``--keep FILE`` appends each result
 to a file as JSON and leaves out those that the file has; ``--seconds`` stops after a time.
-``--tables FILE`` prints tables of such files, of the methods of ``--methods``.
+``--tables FILE`` prints tables of such files, of the methods of ``--methods``. The page's table of
+approximations has ``--methods minibatches pathfinder 10% --label ", approximations"``.
 
 ``SGHMCSplit`` has no arguments but the batch size. The others get settings in their favour:
 
@@ -565,7 +566,7 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=float("inf"), help="wall seconds at most")
     parser.add_argument("--keep", type=Path, help="file of results")
     parser.add_argument("--tables", type=Path, nargs="+", help="files of results")
-    parser.add_argument("--label", default="", help="end of the titles of the tables")
+    parser.add_argument("--label", default="", help="end of the tables' titles")
     parser.add_argument("--run", help=argparse.SUPPRESS)
     parser.add_argument("--budget", type=float, help=argparse.SUPPRESS)
     options = parser.parse_args()

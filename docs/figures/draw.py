@@ -339,9 +339,7 @@ def draw_batch_size() -> None:
 def read_rows(title: str) -> list[list[str]]:
     """Return the rows of a stored table, of the newest Python that has it."""
     files = sorted((FOLDER.parents[1] / "benchmarks" / "results").glob("*.json"))
-    *_, table = (
-        t for file in files for t in json.loads(file.read_text()) if t["title"].startswith(title)
-    )
+    *_, table = (t for file in files for t in json.loads(file.read_text()) if t["title"] == title)
     return table["rows"]
 
 
@@ -374,7 +372,7 @@ def draw_time_to_accuracy() -> None:
 def draw_growth() -> None:
     figure, axes = plt.subplots(1, 2, figsize=(7.6, 3.2), sharey=True, layout="constrained")
     for panel, by in zip(axes, ("groups", "rows"), strict=True):
-        head, *rows = read_rows(f"Growth with the number of {by}")
+        head, *rows = read_rows(f"Growth with the number of {by}, minibatches of 5,000")
         x, y = (
             np.array([float(row[head.index(name)].replace(",", "")) for row in rows])
             for name in (by, "CPU ms per effective draw")
