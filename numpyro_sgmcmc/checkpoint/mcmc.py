@@ -60,7 +60,8 @@ class CheckpointedMCMC(MCMC):
 
     A run that was killed, at any time, and resumed gives the same draws, state, diagnostics and
     running moments as an uninterrupted one, bitwise, on the same machine with the same versions.
-    Its draws are those of ``MCMC.run`` with the same key, up to rounding.
+    If chains are ``"sequential"`` or ``"vectorized"``, ``MCMC.run`` with the same key gives the
+    same draws.
 
     Ctrl-C stops a run at the next draw, with a warning, a checkpoint and a normal return. A second
     Ctrl-C raises ``KeyboardInterrupt`` at once; the draws up to the last checkpoint are stored.
