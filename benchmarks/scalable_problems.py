@@ -18,10 +18,14 @@ import numpyro
 import numpyro.distributions as dist
 from hierarchies import Case, make_data
 from hierarchies import model as hierarchy
+from scipy import linalg, optimize, sparse
+from scipy.stats import qmc
 
 __all__ = ["SCALABLE_PROBLEMS", "ScalableProblem"]
 
 Built = tuple[Callable[..., None], tuple[Any, ...]]
+
+_NUM_NODES = 256  # of the integral over three scales
 
 
 class ScalableProblem(NamedTuple):
@@ -30,12 +34,16 @@ class ScalableProblem(NamedTuple):
     - **batch_size** - rows in a minibatch.
     - **is_dense** - whether NUTS with a dense mass matrix is tried.
     - **hierarchy** - the case of ``hierarchies.py``, which has an exact reference.
+    - **integrate** - computes exact means and SDs of unconstrained coordinates from the arguments.
+    - **num_nuts** - draws of each of two chains, for a reference by NUTS.
     """
 
     build: Callable[[int, np.random.Generator], Built]
     batch_size: int
     is_dense: bool = True
     hierarchy: Case | None = None
+    integrate: Callable[..., tuple[np.ndarray, np.ndarray]] | None = None
+    num_nuts: int = 1_000
 
 
 def _float(x: Any) -> Any:
@@ -212,6 +220,47 @@ def _crossed(num_rows: int, rng: np.random.Generator) -> Built:
     return model, (jnp.asarray(user, jnp.int32), jnp.asarray(item, jnp.int32), _float(y))
 
 
+def _integrate_crossed(user: Any, item: Any, y: Any) -> tuple[np.ndarray, np.ndarray]:
+    """Return exact means and SDs, level and logarithms of scales first.
+
+    Given the scales the posterior is normal. Those are integrated out by quasi-Monte Carlo.
+    """
+    user, item, y = np.asarray(user), np.asarray(item), np.asarray(y, np.float64)
+    ones, rows = np.ones(len(y)), np.arange(len(y))
+    groups = [sparse.csr_matrix((ones, (rows, index))) for index in (user, item)]
+    design = sparse.hstack([sparse.csr_matrix(ones[:, None]), *groups]).tocsr()
+    gram, right, square = (design.T @ design).toarray(), design.T @ y, y @ y
+    sizes = [1, *(group.shape[1] for group in groups)]
+
+    def condition(log_scales: np.ndarray) -> tuple[float, np.ndarray, Any]:
+        """Return the log density of the scales, and mean and Cholesky factor of the effects."""
+        scales, sigma = np.exp(log_scales[:2]), np.exp(log_scales[2])
+        prior_sd = np.repeat([2.0, *scales], sizes)
+        factor = linalg.cho_factor(gram / sigma**2 + np.diag(prior_sd**-2.0))
+        mean = linalg.cho_solve(factor, right / sigma**2)
+        log_density = log_scales.sum() - scales @ scales / 2.0 - sigma**2 / 8.0  # priors
+        log_density -= len(y) * log_scales[2] + (square - right @ mean) / (2.0 * sigma**2)
+        log_density -= np.log(prior_sd).sum() + np.log(np.diag(factor[0])).sum()
+        return log_density, mean, factor
+
+    mode = optimize.minimize(lambda x: -condition(x)[0], np.zeros(3), method="Nelder-Mead").x
+    # The SDs of logarithms of scales if effects were observed, a little enlarged.
+    width = 1.2 / np.sqrt(2.0 * np.array([*sizes[1:], len(y)]))
+    normals = qmc.MultivariateNormalQMC(np.zeros(3), rng=np.random.default_rng(0))
+    z = normals.random(_NUM_NODES)
+    log_weights, means, squares = np.empty(len(z)), [], []
+    for k, log_scales in enumerate(mode + width * z):
+        log_density, mean, factor = condition(log_scales)
+        variance = np.diag(linalg.lapack.dpotri(*factor)[0])  # the inverse of the precision
+        log_weights[k] = log_density + z[k] @ z[k] / 2.0
+        means.append(np.concatenate([mean[:1], log_scales, mean[1:]]))
+        squares.append(np.concatenate([variance[:1], np.zeros(3), variance[1:]]) + means[-1] ** 2)
+    weights = np.exp(log_weights - log_weights.max())
+    weights /= weights.sum()
+    mean = weights @ np.array(means)
+    return mean, np.sqrt(weights @ np.array(squares) - mean**2)
+
+
 def _spline(num_rows: int, rng: np.random.Generator) -> Built:
     """A curve of 20 cubic B-splines whose coefficients are a random walk."""
     from trust_problems import _b_splines
@@ -256,8 +305,10 @@ SCALABLE_PROBLEMS = {
     "logistic, 1,000 groups": _slopes("logistic", 1_000, 2_000),
     "Gaussian, 10,000 groups": _slopes("gaussian", 10_000, 20_000),
     "logistic, 10,000 groups": _slopes("logistic", 10_000, 20_000),
-    "item response": ScalableProblem(_items, 5_000, is_dense=False),
-    "crossed effects": ScalableProblem(_crossed, 5_000, is_dense=False),
+    "item response": ScalableProblem(_items, 5_000, is_dense=False, num_nuts=6_000),
+    "crossed effects": ScalableProblem(
+        _crossed, 5_000, is_dense=False, integrate=_integrate_crossed
+    ),
     "spline": ScalableProblem(_spline, 500),
     "flights": ScalableProblem(_flights, 300),
 }

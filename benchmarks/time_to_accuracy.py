@@ -3,9 +3,9 @@
 ``python benchmarks/time_to_accuracy.py --problems logistic --rows 100000`` runs every method on the
 problem and prints the wall and CPU seconds from the call until all means and SDs of unconstrained
 coordinates are that close to the reference, compilation included. Each method runs in a separate
-process. Samplers are looked at after each block of draws. Other methods get ten times the CPU
-seconds of ``SGHMCSplit`` and at least a minute; one that does not reach the accuracy has the errors
-of its best result. Without ``--rows`` the numbers of rows are those of the page.
+process. Samplers are looked at after each block of draws. Other methods get ten times (``--ratio``)
+the CPU seconds of ``SGHMCSplit`` and at least a minute; one that does not reach the accuracy has
+the errors of its best result. Without ``--rows`` the numbers of rows are those of the page.
 
 ``--cores 11`` runs eleven methods at a time, each on one core. ``--keep FILE`` appends each result
 to a file as JSON and leaves out those that the file has; ``--seconds`` stops after a time.
@@ -26,9 +26,9 @@ approximations has ``--methods minibatches pathfinder 10% --label ", approximati
 Of hierarchies the errors of the shared parameters are printed besides.
 
 ``--reference`` stores references in ``accuracy_references/``: those of ``hierarchies.py`` for
-hierarchies; importance sampling from Laplace's approximation, or from NUTS with the quadratic
-approximation of the log likelihood at the mode, where Pareto's k is below 0.5; else long runs of
-NUTS.
+hierarchies; the integral over the scales for crossed effects; importance sampling from Laplace's
+approximation, or from NUTS with the quadratic approximation of the log likelihood at the mode,
+where Pareto's k is below 0.5; else long runs of NUTS.
 """
 
 from __future__ import annotations
@@ -76,8 +76,8 @@ from numpyro_sgmcmc import SGHMCSplit
 
 _FOLDER = Path(__file__).parent / "accuracy_references"
 _MAX_MEAN_ERROR, _MAX_SD_ERROR = 0.1, 0.1  # posterior SDs; share of the SD
-_MAX_COORDINATES = 1_000  # compared, chosen at random where there are more
 _MAX_DENSE = 2_000  # coordinates of a dense covariance matrix
+_MAX_COORDINATES = 1_000  # compared, chosen at random, where there are more than _MAX_DENSE
 _BLOCK = 250  # draws of a chain between two looks
 _MAX_CPU_SECONDS = 1_000.0  # of SGHMCSplit, whose seconds are the budget of the others
 _NUM_APPROXIMATE_DRAWS = 4_000
@@ -421,7 +421,7 @@ def run_method(posterior: Posterior, settings: list[Callable], budget: float) ->
     resource.setrlimit(resource.RLIMIT_CPU, (limit, resource.RLIM_INFINITY))
     reference = np.load(posterior.file)
     chosen = np.arange(reference["mean"].size)
-    if chosen.size > _MAX_COORDINATES:
+    if chosen.size > _MAX_DENSE:
         chosen = np.random.default_rng(0).choice(chosen, _MAX_COORDINATES, replace=False)
     num_shared = int(reference.get("num_shared", 0))  # they are last
     shared = np.arange(reference["mean"].size)[-num_shared:]
@@ -509,6 +509,11 @@ def make_reference(posterior: Posterior) -> str:
         arrays = {name: np.float32(x) for name, x in summary._asdict().items()}
         np.savez(posterior.file, **arrays, num_shared=len(found.shared_mean), note=note)
         return note
+    if posterior.problem.integrate is not None:
+        note = "integral over the scales"
+        mean, sd = posterior.problem.integrate(*posterior.args)
+        np.savez(posterior.file, mean=mean, sd=sd, note=note)
+        return note
     _, start, _ = posterior.make_flat()
     if start.size <= 100:
         laplace = Laplace.fit(posterior)
@@ -525,7 +530,7 @@ def make_reference(posterior: Posterior) -> str:
     mcmc = MCMC(
         NUTS(posterior.model, dense_mass=posterior.problem.is_dense),
         num_warmup=500,
-        num_samples=1_000,
+        num_samples=posterior.problem.num_nuts,
         num_chains=2,
         progress_bar=False,
         chain_method="parallel",
@@ -564,6 +569,7 @@ def main() -> None:
     parser.add_argument("--reference", action="store_true", help="store references")
     parser.add_argument("--cores", type=int, help="runs at a time, each on one core")
     parser.add_argument("--seconds", type=float, default=float("inf"), help="wall seconds at most")
+    parser.add_argument("--ratio", type=float, default=10.0, help="CPU seconds / SGHMCSplit's")
     parser.add_argument("--keep", type=Path, help="file of results")
     parser.add_argument("--tables", type=Path, nargs="+", help="files of results")
     parser.add_argument("--label", default="", help="end of the tables' titles")
@@ -615,7 +621,7 @@ def main() -> None:
             is_there = method not in MIXED_MODELS or importlib.util.find_spec(method) is not None
             if method in offered and is_wanted and is_there:
                 pairs.append(Pair(problem, num_rows, method))
-    print_tables(measure(pairs, options.cores, options.seconds, options.keep))
+    print_tables(measure(pairs, options))
 
 
 def read_records(file: Path | None) -> list[Record]:
@@ -624,19 +630,17 @@ def read_records(file: Path | None) -> list[Record]:
     return [json.loads(line) for line in file.read_text().splitlines()]
 
 
-def measure(
-    pairs: Sequence[Pair], num_cores: int | None, seconds: float, keep: Path | None
-) -> list[Record]:
+def measure(pairs: Sequence[Pair], options: argparse.Namespace) -> list[Record]:
     """Run each pair in a process, and return what they found and what the file has.
 
     Runs begin in the order of the pairs. Those of other methods wait until that of this library has
     set their budget, if it is among the pairs.
     """
-    records = read_records(keep)
+    records, keep = read_records(options.keep), options.keep
     done = {Pair(*r["pair"]) for r in records if r["note"] != "stopped"}
     waiting = [pair for pair in pairs if pair not in done]
     ours = {pair[:2] for pair in waiting if pair.method == _OURS}
-    end, lock = time.monotonic() + seconds, threading.Lock()
+    end, lock = time.monotonic() + options.seconds, threading.Lock()
 
     def choose() -> Pair | None:
         with lock:
@@ -651,7 +655,7 @@ def measure(
             if (pair := choose()) is None:
                 time.sleep(0.5)
                 continue
-            record = _run_pair(pair, _find_budget(pair, records), core, left)
+            record = _run_pair(pair, _find_budget(pair, records, options.ratio), core, left)
             with lock:
                 records.append(record)
                 print_row(_cells(record), _WIDTHS)
@@ -661,6 +665,7 @@ def measure(
                 if pair.method == _OURS:
                     ours.discard(pair[:2])
 
+    num_cores = options.cores
     cores = sorted(os.sched_getaffinity(0))[:num_cores] if num_cores else [None]
     threads = [threading.Thread(target=work, args=(core,)) for core in cores]
     print_header("Wall and CPU seconds, and errors")
@@ -673,11 +678,11 @@ def measure(
     return records
 
 
-def _find_budget(pair: Pair, records: Sequence[Record]) -> float:
+def _find_budget(pair: Pair, records: Sequence[Record], ratio: float) -> float:
     if pair.method == _OURS:
         return _MAX_CPU_SECONDS
     ours = (r["result"] for r in records if r["pair"] == [*pair[:2], _OURS] and r["result"])
-    return max(_MIN_CPU_SECONDS, *(10.0 * result["cpu_seconds"] for result in ours), 0.0)
+    return max(_MIN_CPU_SECONDS, *(ratio * result["cpu_seconds"] for result in ours), 0.0)
 
 
 def _run_pair(pair: Pair, budget: float, core: int | None, timeout: float) -> Record:

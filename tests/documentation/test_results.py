@@ -131,11 +131,9 @@ def test_the_pages_have_what_was_kept(benchmarks):
 
 # Of benchmarks.md: the first columns' names and the script that prints the numbers.
 TABLES_BY_HAND = {
-    "| run | first run | target |": "first_result",
     "| gradient | relative time of a step |": "step_cost",
     "| rows; groups | `SGHMCSplit` | gpboost |": "time_to_accuracy",
     "| run | batch size | wall s |": "accelerator",
-    "| weights | batch size |": "many_weights",
     "| 100 runs in one process |": "leaks",
 }
 
