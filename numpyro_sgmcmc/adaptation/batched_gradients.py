@@ -343,8 +343,10 @@ def _sum_gradients_and_products(
 @partial(jax.jit, static_argnames="potential")
 def _evaluate_prior_products(
     potential: Potential, arguments: Arguments, position: Array, directions: Array
-) -> Array:
-    """Return products of the Hessian of the part of the potential without the rows, ``(n, d)``."""
+) -> tuple[Array, Array]:
+    """Return the gradient of the part of the potential without the rows, and products of its
+    Hessian, ``(n, d)``.
+    """
     potential = potential.without_shards()
     indices = {p.name: jnp.zeros(1, jnp.int32) for p in potential.plates}
     weights = {p.name: jnp.zeros(1, potential.dtype) for p in potential.plates}
@@ -354,7 +356,9 @@ def _evaluate_prior_products(
         z = potential.unravel(q)
         return potential.minibatch_potential(z, indices, arguments, None, weights)
 
-    return lax.map(lambda v: jax.jvp(jax.grad(prior), (position,), (v,))[1], directions)
+    gradient = jax.grad(prior)
+    products = lax.map(lambda v: jax.jvp(gradient, (position,), (v,))[1], directions)
+    return gradient(position), products
 
 
 def _call_ahead(
@@ -610,11 +614,14 @@ class BatchedGradients:
         """Return gradients on all rows, as :meth:`large_pass_products` does."""
         return self.large_pass_products(positions, np.zeros((0, positions.shape[1])))[0]
 
-    def prior_products(self, position: np.ndarray, directions: np.ndarray) -> np.ndarray:
-        """Return products ``(n, d)`` of the Hessian without the rows' part, with directions."""
+    def prior_products(
+        self, position: np.ndarray, directions: np.ndarray
+    ) -> tuple[np.ndarray, np.ndarray]:
+        """Return the gradient without the rows' part, and products ``(n, d)`` of its Hessian."""
         cast = (x.astype(self.potential.dtype) for x in (position, directions))
-        products = _evaluate_prior_products(self.potential, self.arguments, *cast)
-        return np.asarray(products, np.float64)
+        results = _evaluate_prior_products(self.potential, self.arguments, *cast)
+        gradient, products = (np.asarray(x, np.float64) for x in results)
+        return gradient, products
 
     def precompile_large_pass(self, num_directions: int) -> None:
         """Start the compilation of :meth:`large_pass_products`, with and without directions."""

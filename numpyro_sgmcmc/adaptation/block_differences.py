@@ -51,13 +51,13 @@ def add_needed_differences(inputs: WarmupInputs, fit: Preconditioner) -> Precond
     columns = tuple(sorted(noisiest[: min(is_needed.sum(), _MAX_NUM_DIFFERENCES)].tolist()))
     if not columns:
         return fit
-    hessian = add_differences(inputs, fit.center, hessian, columns, steps[list(columns)])
+    hessian = add_differences(inputs, fit, hessian, columns, steps[list(columns)])
     return fit._replace(reference_hessian=hessian)
 
 
 def add_differences(
     inputs: WarmupInputs,
-    center: np.ndarray,
+    fit: Preconditioner,
     hessian: BlockArrowMatrix,
     columns: tuple[int, ...],
     steps: np.ndarray,
@@ -67,6 +67,7 @@ def add_differences(
     These are differences of the rows' part of the potential, so that a step does not evaluate the
     prior of all effects for them.
 
+    :param fit: with the center of the differences.
     :param columns: these parameters.
     :param steps: along each of them, in the units of the position.
     """
@@ -76,13 +77,18 @@ def add_differences(
     values = []
     for coordinate, step in zip(coordinates, steps.astype(dtype), strict=True):
         # In the precision of the chains, whose minibatches have the same differences.
-        points = np.stack([center, center]).astype(dtype)
-        points[:, coordinate] += step, -step
+        x = np.zeros((2, layout.dim))
+        x[:, coordinate] = step, -step
+        points = (fit.center + fit.expansion_to_displacement(x)).astype(dtype)
         _, products = inputs.batched_gradients.large_pass_products(points, probes)
-        above, below = (
-            layout.make_blocks(total - inputs.batched_gradients.prior_products(point, probes))
-            for total, point in zip(products, points, strict=True)
-        )
+        blocks = []
+        for at_point, total, point in zip(x, products, points, strict=True):
+            _, of_prior = inputs.batched_gradients.prior_products(point, probes)
+            blocks.append(layout.make_blocks(total - of_prior))
+            if fit.centering is not None:
+                scales = fit.centering.scale_effects(layout.take_shared(at_point))
+                blocks[-1] *= scales[:, None] * scales
+        above, below = blocks
         values.append((above - below) / (2.0 * step))
     differences = BlockDifferences(np.stack(values), steps, columns)
     return replace(hessian, differences=differences)

@@ -309,8 +309,9 @@ def _evaluate_estimates(
     }
     pairs = np.arange(len(unique_points) * num_minibatches)
     position_index, minibatch_index = np.divmod(pairs, num_minibatches)
+    unique_x = np.stack(list(unique_points.values()))
     results = bulk.batched_gradients.evaluate_minibatches(
-        np.stack(list(unique_points.values())),
+        preconditioner.center + preconditioner.expansion_to_displacement(unique_x),
         minibatches,
         position_index,
         minibatch_index,
@@ -327,7 +328,8 @@ def _evaluate_estimates(
                 uses[numbers[point.tobytes()]].append((estimate, weight))
     for result in results:
         point, minibatch = position_index[result.pair_slice], minibatch_index[result.pair_slice]
-        for i, j, gradient in zip(point, minibatch, result.gradients, strict=True):
+        gradients = preconditioner.gradient_to_expansion(unique_x[point], result.gradients)
+        for i, j, gradient in zip(point, minibatch, gradients, strict=True):
             for estimate, weight in uses[i]:
                 estimate[j] += weight * gradient
     for estimate in itertools.chain(*estimates.values()):  # one at a time: a bound on memory
@@ -568,7 +570,7 @@ def _estimate_max_block_arrow_curvature(bulk: BulkPositions, rng: np.random.Gene
         return np.asarray(preconditioner.pull_back(q, gradients))
 
     def multiply_hessian(q: np.ndarray, directions: np.ndarray) -> np.ndarray:
-        if factor.sd_trend is None:
+        if factor.is_linear:
             _, (products,) = batched_gradients.large_pass_products(
                 preconditioner.to_position(q[None]), preconditioner.apply(directions)
             )
@@ -577,7 +579,7 @@ def _estimate_max_block_arrow_curvature(bulk: BulkPositions, rng: np.random.Gene
         above, below = np.split(compute_gradients(np.concatenate([q + steps, q - steps])), 2)
         return (above - below) / (2.0 * _NONLINEAR_STEP_LENGTH)
 
-    num_directions = factor.layout.num_effect_probes if factor.sd_trend is None else 1
+    num_directions = factor.layout.num_effect_probes if factor.is_linear else 1
     for q in bulk.q[:_MAX_CURVATURE_POSITIONS_ON_ALL_ROWS]:
         directions = rng.standard_normal((num_directions, q.size))
         for _ in range(batched_gradients.budget.num_power_iterations):

@@ -34,6 +34,7 @@ from typing import Any
 import numpy as np
 
 from numpyro_sgmcmc.adaptation.block_differences import add_differences, add_needed_differences
+from numpyro_sgmcmc.adaptation.effect_centering import find_partial_centering
 from numpyro_sgmcmc.adaptation.effect_correlation import (
     EffectCorrelation,
     find_nesting,
@@ -51,7 +52,6 @@ from numpyro_sgmcmc.model.block_arrow import (
     BlockArrowFactor,
     BlockArrowLayout,
     BlockArrowMatrix,
-    BlockDifferences,
     SharedStrips,
 )
 from numpyro_sgmcmc.model.preconditioner import Preconditioner
@@ -266,16 +266,9 @@ def _fit_marginal(
 
 
 def evaluate_block_arrow(
-    inputs: WarmupInputs,
-    layout: BlockArrowLayout,
-    position: np.ndarray,
-    differences: BlockDifferences | None = None,
+    inputs: WarmupInputs, layout: BlockArrowLayout, position: np.ndarray
 ) -> tuple[np.ndarray, BlockArrowMatrix]:
-    """Return gradient and Hessian on all rows.
-
-    :param differences: of another Hessian; this one gets its own, for the same shared parameters
-        and with the same steps.
-    """
+    """Return gradient and Hessian on all rows."""
     (gradient,), (products,) = inputs.batched_gradients.large_pass_products(
         position[None], layout.make_probes(), layout.num_effect_probes
     )
@@ -284,19 +277,17 @@ def evaluate_block_arrow(
         pairs = sum_row_couplings(
             inputs.potential, inputs.batched_gradients.arguments, layout, position
         )
-    hessian = BlockArrowMatrix.from_products(layout, products, pairs)
-    if differences is not None:
-        hessian = add_differences(inputs, position, hessian, differences.columns, differences.steps)
-    return gradient, hessian
+    return gradient, BlockArrowMatrix.from_products(layout, products, pairs)
 
 
 def remove_prior(
-    inputs: WarmupInputs, position: np.ndarray, hessian: BlockArrowMatrix
-) -> BlockArrowMatrix:
-    """Return the Hessian of the rows' part of the potential, which minibatches estimate."""
+    inputs: WarmupInputs, position: np.ndarray, gradient: np.ndarray, hessian: BlockArrowMatrix
+) -> tuple[np.ndarray, BlockArrowMatrix]:
+    """Return gradient and Hessian of the rows' part of the potential, which minibatches estimate."""
     layout = hessian.layout
-    products = inputs.batched_gradients.prior_products(position, layout.make_probes())
-    return hessian.subtract(BlockArrowMatrix.from_products(layout, products))
+    of_prior, products = inputs.batched_gradients.prior_products(position, layout.make_probes())
+    prior_hessian = BlockArrowMatrix.from_products(layout, products)
+    return gradient - of_prior, hessian.subtract(prior_hessian)
 
 
 def _build_preconditioner(
@@ -323,14 +314,20 @@ def _build_preconditioner(
         remaining = EffectCorrelation.create(others, factors)
         low_rank = None if remaining is None else remaining.fit_low_rank()
         nesting = nesting if nesting.coupling.any() else None
-    of_rows = remove_prior(inputs, conditional.position, hessian)
+    rows_gradient, of_rows = remove_prior(inputs, conditional.position, gradient, hessian)
+    prior_precisions = np.diagonal(hessian.blocks - of_rows.blocks).T
     if pairs is None:
-        factors = make_symmetric_factors(factors, np.diagonal(hessian.blocks - of_rows.blocks).T)
+        factors = make_symmetric_factors(factors, prior_precisions)
     inverse_factors = np.moveaxis(np.linalg.inv(np.moveaxis(factors, 2, 0)), 0, 2)
     factor = BlockArrowFactor(
         factors, inverse_factors, coupling, shared_factor, layout, low_rank, nesting
     )
-    factor = replace(factor, has_strips=has_strips)
+    centering = find_partial_centering(
+        of_rows, rows_gradient, conditional.position, prior_precisions, factor
+    )
+    factor = replace(factor, has_strips=has_strips, centering=centering)
+    if centering is not None:
+        of_rows = centering.transform_hessian(of_rows, rows_gradient)
     preconditioner = Preconditioner(conditional.position, factor, gradient, of_rows)
     if not preconditioner.is_finite():
         raise HierarchyFitError(_NOT_FINITE)
@@ -350,11 +347,19 @@ def recenter_block_arrow(
     center = preconditioner.to_position(layout.merge(no_effects, mean))
     factor = factor.refit_shared(mean, scale)
     differences = preconditioner.reference_hessian.differences
-    gradient, hessian = evaluate_block_arrow(inputs, layout, center, differences)
+    gradient, hessian = evaluate_block_arrow(inputs, layout, center)
     coupling = _compute_coupling(hessian, factor.effect_factors, factor.has_strips)
     factor = replace(factor, coupling=coupling)
-    of_rows = remove_prior(inputs, center, hessian)
+    rows_gradient, of_rows = remove_prior(inputs, center, gradient, hessian)
+    if factor.centering is not None:
+        factor = replace(factor, centering=factor.centering.move(center))
+        of_rows = factor.centering.transform_hessian(of_rows, rows_gradient)
     recentered = Preconditioner(center, factor, gradient, of_rows)
+    if differences is not None:
+        of_rows = add_differences(
+            inputs, recentered, of_rows, differences.columns, differences.steps
+        )
+        recentered = recentered._replace(reference_hessian=of_rows)
     return recentered if recentered.is_finite() else None
 
 
@@ -388,7 +393,8 @@ def _refine_shared(
 
     def evaluate(shared: np.ndarray, all_signs: Sequence[np.ndarray]) -> tuple:
         """Return logarithms of the precisions of the effects' coordinates, and M."""
-        position = preconditioner.to_position(layout.merge(no_effects, shared))
+        x = preconditioner.to_expansion(layout.merge(no_effects, shared))
+        position = preconditioner.center + preconditioner.expansion_to_displacement(x)
         _, (products,) = inputs.batched_gradients.large_pass_products(position[None], probes)
         blocks = layout.make_blocks(products)
         inverse_factors = factorize_inverse_blocks(blocks)
@@ -397,7 +403,11 @@ def _refine_shared(
         gradients = inputs.batched_gradients.large_pass_gradients(
             position + np.concatenate([deviations, -deviations])
         )
-        gradient = preconditioner.factor.apply_transpose(gradients.mean(0))
+        gradient = preconditioner.gradient_to_expansion(x, gradients.mean(0))
+        gradient = preconditioner.factor.apply_transpose(gradient)
+        if preconditioner.centering is not None:
+            scales = preconditioner.centering.scale_effects(layout.take_shared(x))
+            blocks = blocks * scales[:, None] * scales
         precisions = map_groups(_compute_precisions, blocks, factors)
         return np.log(np.maximum(precisions, _MIN_SCALED_EIGENVALUE)), layout.split(gradient)[1]
 

@@ -476,8 +476,10 @@ def _run_pilot_steps(
         indices, normals, key = xs
 
         def gradient(q: Array) -> Array:
+            x = preconditioner.to_expansion(q)
+            displacements = preconditioner.expansion_to_displacement(x)
             positions = jnp.concatenate(
-                [preconditioner.to_position(q), preconditioner.center[None]]
+                [preconditioner.center + displacements, preconditioner.center[None]]
             )
             gradients = jax.vmap(lambda x: potential.gradient_or_nan(x, indices, arguments, key))(
                 positions
@@ -486,22 +488,19 @@ def _run_pilot_steps(
             hessian = preconditioner.reference_hessian
             if hessian is not None or preconditioner.is_hessian_root:
                 minibatch = Minibatch(potential, indices, arguments, key)
-                center, displacements = (
-                    preconditioner.center,
-                    positions[:-1] - preconditioner.center,
+                part = preconditioner.as_function_of_expansion(
+                    partial(minibatch.part_gradient, hessian)
                 )
-                part = partial(minibatch.part_gradient, hessian)
-                _, product = jax.linearize(part, center)
-                reference -= jax.vmap(product)(displacements)
+                _, product = jax.linearize(part, jnp.zeros_like(preconditioner.center))
+                reference -= jax.vmap(product)(x)
                 if isinstance(hessian, BlockArrowMatrix):
-                    reference += hessian.expand(displacements)
-                    reference = hessian.subtract_second_order_of(
-                        part, center, reference, displacements
-                    )
+                    reference += hessian.expand(x)
+                    reference = hessian.subtract_second_order_of(part, reference, x)
                 elif hessian is not None:
-                    reference += hessian @ displacements
-            gradient = preconditioner.pull_back(
-                q, gradients[:-1] + control_variate_weight * reference
+                    reference += hessian @ x
+            gradient = preconditioner.gradient_to_expansion(x, gradients[:-1])
+            gradient = preconditioner.pull_back_expansion(
+                q, gradient + control_variate_weight * reference
             )
             return gradient + control_variate_weight * q * preconditioner.is_hessian_root
 

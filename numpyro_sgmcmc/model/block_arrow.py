@@ -299,18 +299,23 @@ class GroupNesting:
         """Return the deviations; parents have no parents."""
         return effects + _multiply(self.coupling, effects[..., self.parents])
 
-    def apply_transpose(self, gradient: Any) -> Any:
-        """Return the gradient with respect to the deviations."""
-        terms = _multiply(self.coupling.swapaxes(0, 1), gradient)
+    def apply_transpose(self, gradient: Any, sign: float = -1.0) -> Any:
+        """Return the gradient with respect to the deviations; with a sign of 1 the inverse."""
+        terms = sign * _multiply(self.coupling.swapaxes(0, 1), gradient)
         if isinstance(gradient, jax.Array):
-            return gradient.at[..., self.parents].add(-terms)
+            return gradient.at[..., self.parents].add(terms)
         gradient = gradient.copy()
-        np.add.at(np.moveaxis(gradient, -1, 0), self.parents, -np.moveaxis(terms, -1, 0))
+        np.add.at(np.moveaxis(gradient, -1, 0), self.parents, np.moveaxis(terms, -1, 0))
         return gradient
 
     def apply_squared(self, variances: Any) -> Any:
         """Return the effects' variances from those of the deviations."""
         return variances + _multiply(self.coupling**2, variances[..., self.parents])
+
+    def rescale(self, scales: np.ndarray) -> GroupNesting:
+        """Return the dependence of effects that are multiplied by ``(k, G)``."""
+        ratios = scales[:, None] / scales[:, self.parents]
+        return replace(self, coupling=self.coupling * ratios)
 
 
 @partial(
@@ -447,14 +452,13 @@ class BlockArrowMatrix:
     def subtract_second_order_of(
         self,
         rows_gradient: Callable[[Array], Array],
-        center: Array,
         gradient: Any,
         displacement: Any,
     ) -> Any:
         """Return a gradient minus a minibatch's terms of second order.
 
         :param rows_gradient: gradient of the part of the minibatch's potential that depends on its
-            rows, a function of the position.
+            rows, a function of the displacement.
         """
         if self.differences is None:
             return gradient
@@ -462,11 +466,12 @@ class BlockArrowMatrix:
         no_shared = jnp.zeros_like(shared)
         tangents = self.layout.merge(effects, no_shared)
         coordinates = self.difference_coordinates
+        no_displacement = jnp.zeros(self.layout.dim, displacement.dtype)
         columns, steps = self.differences.columns, self.differences.steps
         for coordinate, column, step in zip(coordinates, columns, steps, strict=True):
             above, below = (
                 jnp.vectorize(
-                    jax.linearize(rows_gradient, center.at[coordinate].add(x))[1],
+                    jax.linearize(rows_gradient, no_displacement.at[coordinate].set(x))[1],
                     signature="(d)->(d)",
                 )(tangents)
                 for x in (step, -step)
@@ -500,6 +505,7 @@ class BlockArrowMatrix:
         "correlation",
         "nesting",
         "sd_trend",
+        "centering",
     ],
 )
 @dataclass(frozen=True)
@@ -512,7 +518,8 @@ class BlockArrowFactor:
     The SDs of effects of groups with few rows change with the shared parameters, such as their
     scale. With a trend A of their logarithms the effects have coordinates
     :math:`e^{-A \delta_\psi}` times linear ones, so that they are partially non-centred, each group
-    by as much as its rows require. :meth:`to_linear` is this map.
+    by as much as its rows require. :meth:`to_linear` is this map. Effects that the model multiplies
+    by their scale are partially centred after L, by :class:`.PartialCentering`.
     """
 
     effect_factors: Any  # F with F F^T the covariances given the shared, shape `(k, k, G)`
@@ -524,6 +531,12 @@ class BlockArrowFactor:
     nesting: GroupNesting | None = None  # where F is that of groups given the group they belong to
     sd_trend: Any = None  # A, `SharedStrips` of derivatives of log SDs by the shared parameters
     has_strips: bool = False  # whether `coupling` has the Hessian's strips B, with W = F F^T B
+    centering: Any = None  # a `PartialCentering` of the displacements, or None
+
+    @property
+    def is_linear(self) -> bool:
+        """Whether the coordinates are linear functions of positions."""
+        return self.sd_trend is None and self.centering is None
 
     def to_linear(self, q: Any, sign: float = 1.0) -> Any:
         """Return coordinates that L maps to displacements; with a sign of -1 the inverse."""
@@ -566,14 +579,21 @@ class BlockArrowFactor:
 
     def refit_shared(self, mean: np.ndarray, factor: np.ndarray) -> BlockArrowFactor:
         """Return the factor in whose coordinates the shared ones are ``mean + factor q``."""
-        refitted = replace(self, shared_factor=self.shared_factor @ factor)
-        if self.sd_trend is None:
-            return refitted
-        scales = self._scale_effects(mean)
+        factors, inverse_factors = self.effect_factors, self.inverse_effect_factors
+        nesting = self.nesting
+        if self.sd_trend is not None:
+            scales = self._scale_effects(mean)
+            factors, inverse_factors = factors * scales, inverse_factors / scales[:, None]
+        if self.centering is not None:
+            scales = self.centering.scale_effects(self.shared_factor @ mean)
+            factors, inverse_factors = factors * scales[:, None], inverse_factors / scales
+            nesting = None if nesting is None else nesting.rescale(scales)
         return replace(
-            refitted,
-            effect_factors=self.effect_factors * scales,
-            inverse_effect_factors=self.inverse_effect_factors / scales[:, None],
+            self,
+            shared_factor=self.shared_factor @ factor,
+            effect_factors=factors,
+            inverse_effect_factors=inverse_factors,
+            nesting=nesting,
         )
 
     def apply(self, q: Any) -> Any:
@@ -610,6 +630,21 @@ class BlockArrowFactor:
         shared = shared - self.coupling.sum_over_groups(of_effects)
         effects = self._correlate(effects, LowRankFactor.apply)
         return self.layout.merge(effects, shared @ self.shared_factor)
+
+    def solve_transpose(self, gradient: Any) -> Any:
+        """Return ``L^-T g``: the inverse of :meth:`apply_transpose`."""
+        effects, shared = self.layout.split(gradient)
+        inv = jnp.linalg.inv if isinstance(shared, jax.Array) else np.linalg.inv
+        shared = shared @ inv(self.shared_factor)
+        effects = self._correlate(effects, LowRankFactor.solve)
+        effects = _multiply(self.inverse_effect_factors.swapaxes(-3, -2), effects)
+        if self.nesting is not None:
+            effects = self.nesting.apply_transpose(effects, 1.0)
+        of_effects = effects
+        if self.has_strips:
+            of_effects = _multiply(self._transposed_factors, effects)
+            of_effects = _multiply(self.effect_factors, of_effects)
+        return self.layout.merge(effects, shared + self.coupling.sum_over_groups(of_effects))
 
     @property
     def has_chain_axis(self) -> bool:

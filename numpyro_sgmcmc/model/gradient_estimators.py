@@ -29,6 +29,7 @@ from functools import partial
 from typing import Any, ClassVar, TypeAlias
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
@@ -72,7 +73,7 @@ MeanOverShards: TypeAlias = Callable[[Callable[[Minibatch], Array]], Array]
 of its values on the shards, weighted by their numbers of rows."""
 
 WeightedPoints: TypeAlias = list[tuple[np.ndarray, float | np.ndarray]]
-"""Positions of shape ``(d,)``, each with a weight, or one of each coordinate."""
+"""Points of shape ``(d,)``, each with a weight, or one of each coordinate."""
 
 
 class GradientEstimator:
@@ -104,8 +105,8 @@ class GradientEstimator:
         raise NotImplementedError
 
     def noise_eval_points(self, q: np.ndarray, preconditioner: Preconditioner) -> WeightedPoints:
-        """Return positions and weights such that the weighted sum of the minibatch gradients there
-        has the noise of the estimate at ``q``; in NumPy.
+        """Return points x of :meth:`.Preconditioner.to_expansion` and weights such that the weighted
+        sum of the minibatch gradients there has the noise of the estimate at ``q``; in NumPy.
         """
         raise NotImplementedError
 
@@ -144,7 +145,7 @@ class MinibatchGradient(GradientEstimator):
         return preconditioner.pull_back(q, mean_over_shards(lambda x: x.gradient(position)))
 
     def noise_eval_points(self, q: np.ndarray, preconditioner: Preconditioner) -> WeightedPoints:
-        return [(preconditioner.to_position(q), 1.0)]
+        return [(preconditioner.to_expansion(q), 1.0)]
 
 
 @dataclass(frozen=True)
@@ -164,7 +165,7 @@ class ControlVariate(GradientEstimator):
         return preconditioner.pull_back(q, difference + preconditioner.reference_gradient)
 
     def noise_eval_points(self, q: np.ndarray, preconditioner: Preconditioner) -> WeightedPoints:
-        return [(preconditioner.to_position(q), 1.0), (preconditioner.center, -1.0)]
+        return [(preconditioner.to_expansion(q), 1.0), (np.zeros_like(q), -1.0)]
 
 
 @dataclass(frozen=True)
@@ -179,37 +180,40 @@ class SecondOrderControlVariate(GradientEstimator):
     def estimate(
         self, q: Array, preconditioner: Preconditioner, mean_over_shards: MeanOverShards
     ) -> Array:
-        displacement, reference = preconditioner.to_displacement(q), preconditioner.center
-        hessian = preconditioner.reference_hessian
+        x, reference = preconditioner.to_expansion(q), preconditioner.center
+        no_displacement, hessian = jnp.zeros_like(x), preconditioner.reference_hessian
 
         def remainder(minibatch: Minibatch) -> Array:
-            gradient, part = minibatch.gradient, partial(minibatch.part_gradient, hessian)
-            _, first_order = jax.jvp(part, (reference,), (displacement,))
-            terms = gradient(reference + displacement) - gradient(reference) - first_order
+            gradient = preconditioner.as_function_of_expansion(minibatch.gradient)
+            part = preconditioner.as_function_of_expansion(
+                partial(minibatch.part_gradient, hessian)
+            )
+            _, first_order = jax.jvp(part, (no_displacement,), (x,))
+            terms = gradient(x) - minibatch.gradient(reference) - first_order
             if not isinstance(hessian, BlockArrowMatrix):
                 return terms
-            return hessian.subtract_second_order_of(part, reference, terms, displacement)
+            return hessian.subtract_second_order_of(part, terms, x)
 
         expansion = preconditioner.reference_gradient
         # To measure noise the Hessian, which adds none, may be left out. It is the identity in
         # coordinates of its inverse root.
         if isinstance(hessian, BlockArrowMatrix):
-            expansion = expansion + hessian.expand(displacement)
+            expansion = expansion + hessian.expand(x)
         elif hessian is not None:
-            expansion = expansion + hessian @ displacement
-        gradient = preconditioner.pull_back(q, mean_over_shards(remainder) + expansion)
+            expansion = expansion + hessian @ x
+        gradient = preconditioner.pull_back_expansion(q, mean_over_shards(remainder) + expansion)
         return gradient + q if preconditioner.is_hessian_root else gradient
 
     def noise_eval_points(self, q: np.ndarray, preconditioner: Preconditioner) -> WeightedPoints:
         # The derivative along the displacement, by a central difference.
-        displacement, center = preconditioner.to_displacement(q), preconditioner.center
+        displacement = preconditioner.to_expansion(q)
         step = _FINITE_DIFFERENCE_FRACTION * displacement
         weight = 0.5 / _FINITE_DIFFERENCE_FRACTION
         points: WeightedPoints = [
-            (preconditioner.to_position(q), 1.0),
-            (center, -1.0),
-            (center + step, -weight),
-            (center - step, weight),
+            (displacement, 1.0),
+            (np.zeros_like(q), -1.0),
+            (step, -weight),
+            (-step, weight),
         ]
         hessian = preconditioner.reference_hessian
         if isinstance(hessian, BlockArrowMatrix) and hessian.differences is not None:
@@ -222,13 +226,13 @@ class SecondOrderControlVariate(GradientEstimator):
             is_effect = hessian.layout.merge(np.ones_like(effects), np.zeros_like(shared))
             shared_step = has_differences * displacement / 2.0
             points += [
-                (center + step, -2.0 * has_differences),
-                (center - step, -2.0 * has_differences),
-                (center, 4.0 * has_differences),
-                (center + step + shared_step, -is_effect),
-                (center + step - shared_step, is_effect),
-                (center - step + shared_step, is_effect),
-                (center - step - shared_step, -is_effect),
+                (step, -2.0 * has_differences),
+                (-step, -2.0 * has_differences),
+                (np.zeros_like(q), 4.0 * has_differences),
+                (step + shared_step, -is_effect),
+                (step - shared_step, is_effect),
+                (-step + shared_step, is_effect),
+                (-step - shared_step, -is_effect),
             ]
         return points
 

@@ -9,7 +9,7 @@ holds all of this.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -20,6 +20,7 @@ from jax import lax
 from numpyro_sgmcmc.model.block_arrow import BlockArrowFactor
 from numpyro_sgmcmc.model.hessian_factor import HessianFactor
 from numpyro_sgmcmc.model.low_rank import LowRankFactor
+from numpyro_sgmcmc.model.partial_centering import PartialCentering
 
 
 class Preconditioner(NamedTuple):
@@ -99,13 +100,29 @@ class Preconditioner(NamedTuple):
         """Return the position at preconditioned coordinates ``q``."""
         return self.center + self.to_displacement(q)
 
+    @property
+    def centering(self) -> PartialCentering | None:
+        """Of effects that the model multiplies by their scale, or None."""
+        return self.factor.centering if self.is_block_arrow else None
+
     def to_displacement(self, q: Any) -> Any:
         """Return the displacement from the center at preconditioned coordinates ``q``."""
+        return self.expansion_to_displacement(self.to_expansion(q))
+
+    def to_expansion(self, q: Any) -> Any:
+        """Return the coordinates x in which control variates expand gradients about the center:
+        the displacement, with the effects that have a :attr:`centering` partially centred.
+        """
         return self.apply(self.factor.to_linear(q) if self.is_block_arrow else q)
+
+    def expansion_to_displacement(self, x: Any) -> Any:
+        """Return the displacement at coordinates ``x``."""
+        return x if self.centering is None else self.centering.to_displacement(x)
 
     def from_position(self, position: Any) -> Any:
         """Return the preconditioned coordinates of a position."""
-        q = self.solve(position - self.center)
+        x = position - self.center
+        q = self.solve(x if self.centering is None else self.centering.from_displacement(x))
         return self.factor.to_linear(q, -1.0) if self.is_block_arrow else q
 
     def pull_back(self, q: Any, gradient: Any) -> Any:
@@ -113,8 +130,28 @@ class Preconditioner(NamedTuple):
 
         Where the coordinates are not linear, it includes the log Jacobian determinant.
         """
+        if self.centering is not None:
+            gradient = self.centering.pull_back(self.to_expansion(q), gradient)
+        return self.pull_back_expansion(q, gradient)
+
+    def pull_back_expansion(self, q: Any, gradient: Any) -> Any:
+        """Return the gradient at ``q`` from one with respect to ``x``, and the log Jacobian
+        determinants of both maps.
+        """
+        if self.centering is not None:
+            gradient = gradient - self.centering.log_jacobian_gradient
         gradient = self.apply_transpose(gradient)
         return self.factor.pull_back(q, gradient) if self.is_block_arrow else gradient
+
+    def gradient_to_expansion(self, x: Any, gradient: Any) -> Any:
+        """Return the gradient with respect to ``x`` from one with respect to positions."""
+        return gradient if self.centering is None else self.centering.pull_back(x, gradient)
+
+    def as_function_of_expansion(self, gradient: Callable[[Any], Any]) -> Callable[[Any], Any]:
+        """Return a gradient, a function of the position, as the one of ``x``."""
+        if self.centering is None:
+            return lambda x: gradient(self.center + x)
+        return self.centering.wrap_gradient(gradient, self.center)
 
     def apply(self, v: Any) -> Any:
         """Return a displacement in model coordinates, ``L v``."""
@@ -147,6 +184,8 @@ class Preconditioner(NamedTuple):
         """Return linear coordinates: those of the diagonal factor alone, each of which is a site's,
         or those that a block-arrow factor maps to displacements.
         """
+        if self.centering is not None:
+            return self.solve(self.to_displacement(q))
         if self.is_block_arrow:
             return self.factor.to_linear(q)
         return q if self.low_rank is None else self.low_rank.apply(q)
@@ -154,7 +193,12 @@ class Preconditioner(NamedTuple):
     def gradient_to_site_scale(self, q: Any, gradient: Any) -> Any:
         """Return a gradient with respect to :meth:`to_site_scale` of ``q``, from one in ``q``."""
         if self.is_block_arrow:
-            return self.factor.push_forward(q, gradient)
+            gradient = self.factor.push_forward(q, gradient)
+            if self.centering is None:
+                return gradient
+            gradient = self.factor.solve_transpose(gradient) + self.centering.log_jacobian_gradient
+            gradient = self.centering.push_forward(self.to_expansion(q), gradient)
+            return self.apply_transpose(gradient)
         return gradient if self.low_rank is None else self.low_rank.solve(gradient)
 
     def split_chains(self) -> tuple[Preconditioner, ...]:
