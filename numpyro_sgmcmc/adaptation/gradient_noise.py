@@ -553,7 +553,7 @@ def estimate_max_curvature(bulk: BulkPositions, rng: np.random.Generator) -> flo
     curvatures = compute_max_curvatures(
         bulk.batched_gradients,
         bulk.preconditioner,
-        bulk.preconditioner.to_position(bulk.q),
+        bulk.q,
         rng.standard_normal(bulk.q.shape),
         bulk.batched_gradients.budget.num_power_iterations,
     )
@@ -593,7 +593,7 @@ def _estimate_max_block_arrow_curvature(bulk: BulkPositions, rng: np.random.Gene
 def compute_max_curvatures(
     batched_gradients: BatchedGradients,
     preconditioner: Preconditioner,
-    positions: np.ndarray,
+    q: np.ndarray,
     directions: np.ndarray,
     num_iterations: int,
     step_length: float = _POWER_ITERATION_STEP_LENGTH,
@@ -602,17 +602,19 @@ def compute_max_curvatures(
 
     Products with the Hessian are differences of gradients on the representative subset.
 
-    :param positions: shape ``(k, d)``.
+    :param q: preconditioned coordinates of the positions, shape ``(k, d)``.
     :param directions: initial directions in preconditioned coordinates, shape ``(k, d)``.
     :param step_length: length of the finite difference, in preconditioned units.
     :return: shape ``(k,)``; not finite where a gradient is not.
     """
-    _, gradients = batched_gradients.evaluate_on_subset(positions)
+
+    def compute_gradients(q: np.ndarray) -> np.ndarray:
+        _, gradients = batched_gradients.evaluate_on_subset(preconditioner.to_position(q))
+        return np.asarray(preconditioner.pull_back(q, gradients))
+
+    gradients = compute_gradients(q)
     for _ in range(num_iterations):
         norms = np.linalg.norm(directions, axis=1, keepdims=True)
         directions = directions / np.maximum(norms, np.finfo(float).tiny)
-        _, moved_gradients = batched_gradients.evaluate_on_subset(
-            positions + step_length * preconditioner.apply(directions)
-        )
-        directions = preconditioner.apply_transpose(moved_gradients - gradients) / step_length
+        directions = (compute_gradients(q + step_length * directions) - gradients) / step_length
     return np.asarray(np.linalg.norm(directions, axis=1))

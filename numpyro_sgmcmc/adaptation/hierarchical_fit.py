@@ -52,6 +52,7 @@ from numpyro_sgmcmc.model.block_arrow import (
     BlockArrowFactor,
     BlockArrowLayout,
     BlockArrowMatrix,
+    GroupPairs,
     SharedStrips,
 )
 from numpyro_sgmcmc.model.preconditioner import Preconditioner
@@ -84,6 +85,7 @@ _MAX_NEWTON_STEPS, _MAX_LAST_NEWTON_STEP_SD = 2, 0.2
 _CURVATURE_RATIOS = 0.01, 100.0  # bounds on curvatures relative to those of BFGS
 _MIN_RELATIVE_TREND = 0.25  # RMS over groups, relative to an effect's largest, from which it counts
 _COLUMNS_PER_PRODUCT = 8  # shared parameters whose coupling is in memory at once
+_REFACTOR_DISTANCE_SD = 1.0  # of a new center, beyond which effects of several groupings get new F
 _MAX_FIT_DISTANCE_SD = 3.0  # between the shared parameters of fits of the same mode
 # Newton decrement and distance at which a further fit is certain to end there.
 _NEAR_DECREMENT, _NEAR_DISTANCE_SD = 1.0, 2.0
@@ -308,24 +310,19 @@ def _build_preconditioner(
         shared_factor = np.linalg.cholesky((shared_covariance + shared_covariance.T) / 2.0)
     except np.linalg.LinAlgError:
         raise HierarchyFitError(_NO_MODE) from None
-    low_rank = nesting = None
-    if pairs is not None:
-        nesting, factors, others = find_nesting(layout, pairs, factors, hessian.blocks)
-        remaining = EffectCorrelation.create(others, factors)
-        low_rank = None if remaining is None else remaining.fit_low_rank()
-        nesting = nesting if nesting.coupling.any() else None
     rows_gradient, of_rows = remove_prior(inputs, conditional.position, gradient, hessian)
     prior_precisions = np.diagonal(hessian.blocks - of_rows.blocks).T
     if pairs is None:
         factors = make_symmetric_factors(factors, prior_precisions)
-    inverse_factors = np.moveaxis(np.linalg.inv(np.moveaxis(factors, 2, 0)), 0, 2)
     factor = BlockArrowFactor(
-        factors, inverse_factors, coupling, shared_factor, layout, low_rank, nesting
+        factors, _invert_factors(factors), coupling, shared_factor, layout, has_strips=has_strips
     )
+    if pairs is not None:
+        factor = _factorize_groupings(factor, hessian, pairs, factors)
     centering = find_partial_centering(
         of_rows, rows_gradient, conditional.position, prior_precisions, factor
     )
-    factor = replace(factor, has_strips=has_strips, centering=centering)
+    factor = replace(factor, centering=centering)
     if centering is not None:
         of_rows = centering.transform_hessian(of_rows, rows_gradient)
     preconditioner = Preconditioner(conditional.position, factor, gradient, of_rows)
@@ -350,10 +347,18 @@ def recenter_block_arrow(
     gradient, hessian = evaluate_block_arrow(inputs, layout, center)
     coupling = _compute_coupling(hessian, factor.effect_factors, factor.has_strips)
     factor = replace(factor, coupling=coupling)
+    if hessian.pairs is not None and np.linalg.norm(mean) > _REFACTOR_DISTANCE_SD:
+        factors = factorize_inverse_blocks(hessian.blocks)
+        factor = _factorize_groupings(factor, hessian, hessian.pairs, factors)
     rows_gradient, of_rows = remove_prior(inputs, center, gradient, hessian)
-    if factor.centering is not None:
-        factor = replace(factor, centering=factor.centering.move(center))
-        of_rows = factor.centering.transform_hessian(of_rows, rows_gradient)
+    if factor.sd_trend is None:
+        prior_precisions = np.diagonal(hessian.blocks - of_rows.blocks).T
+        centering = find_partial_centering(of_rows, rows_gradient, center, prior_precisions, factor)
+    else:  # which is the trend of effects with these fractions
+        centering = factor.centering and factor.centering.move(center)
+    factor = replace(factor, centering=centering)
+    if centering is not None:
+        of_rows = centering.transform_hessian(of_rows, rows_gradient)
     recentered = Preconditioner(center, factor, gradient, of_rows)
     if differences is not None:
         of_rows = add_differences(
@@ -361,6 +366,28 @@ def recenter_block_arrow(
         )
         recentered = recentered._replace(reference_hessian=of_rows)
     return recentered if recentered.is_finite() else None
+
+
+def _factorize_groupings(
+    factor: BlockArrowFactor, hessian: BlockArrowMatrix, pairs: GroupPairs, factors: np.ndarray
+) -> BlockArrowFactor:
+    """Return the factor with the dependence between effects of several groupings.
+
+    :param factors: F of each group given all others.
+    """
+    nesting, factors, others = find_nesting(hessian.layout, pairs, factors, hessian.blocks)
+    remaining = EffectCorrelation.create(others, factors)
+    return replace(
+        factor,
+        effect_factors=factors,
+        inverse_effect_factors=_invert_factors(factors),
+        correlation=None if remaining is None else remaining.fit_low_rank(),
+        nesting=nesting if nesting.coupling.any() else None,
+    )
+
+
+def _invert_factors(factors: np.ndarray) -> np.ndarray:
+    return np.moveaxis(np.linalg.inv(np.moveaxis(factors, 2, 0)), 0, 2)
 
 
 def _compute_coupling(

@@ -91,7 +91,7 @@ def compute_gradients_at_draws(run: RunData, draws: np.ndarray) -> GradientsAtDr
         curvature[in_group] = compute_max_curvatures(
             batched,
             preconditioner,
-            flat[group_indices],
+            preconditioner.from_position(flat[group_indices]),
             preconditioner.apply_transpose(gradients[group_indices]),
             _NUM_CURVATURE_ITERATIONS,
             _CURVATURE_STEP,

@@ -105,8 +105,9 @@ class GradientEstimator:
         raise NotImplementedError
 
     def noise_eval_points(self, q: np.ndarray, preconditioner: Preconditioner) -> WeightedPoints:
-        """Return points x of :meth:`.Preconditioner.to_expansion` and weights such that the weighted
-        sum of the minibatch gradients there has the noise of the estimate at ``q``; in NumPy.
+        """Return points x of :meth:`.Preconditioner.to_expansion` and weights such that the
+        weighted sum of the minibatch gradients there has the noise of the estimate at ``q``; in
+        NumPy.
         """
         raise NotImplementedError
 

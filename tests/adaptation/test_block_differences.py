@@ -105,7 +105,7 @@ def test_differences_are_those_of_the_rows():
     inputs, preconditioner = fit(20)
     hessian, steps = preconditioner.reference_hessian, np.full(2, 0.05)
     columns = ROW_SCALE, SCALE
-    found = add_differences(inputs, preconditioner.center, hessian, columns, steps).differences
+    found = add_differences(inputs, preconditioner, hessian, columns, steps).differences
     of_row_scale, of_scale = np.abs(found.values).reshape(2, -1).max(1)
     assert of_scale < 1e-3 * of_row_scale
 
@@ -115,7 +115,7 @@ def test_products_of_the_prior_have_no_rounding_of_rows():
     layout = preconditioner.reference_hessian.layout
     center = preconditioner.center.astype(np.float32)
     probes = layout.make_probes(with_shared=False)
-    products = inputs.batched_gradients.prior_products(center, probes)
+    _, products = inputs.batched_gradients.prior_products(center, probes)
     scale = np.exp(layout.take_shared(center)[SCALE])
     blocks = layout.make_blocks(products)
     np.testing.assert_allclose(blocks, np.full((1, 1, GROUPS), scale**-2.0), rtol=2e-6)

@@ -122,7 +122,7 @@ def estimate_epoch_mean(inputs, preconditioner, q):
 def test_epoch_mean_with_crossed_effects_is_full_gradient():
     inputs, layout, position, rng = prepare(crossed)
     gradient, hessian = evaluate_block_arrow(inputs, layout, position)
-    hessian = remove_prior(inputs, position, hessian)
+    _, hessian = remove_prior(inputs, position, gradient, hessian)
     scale = jnp.full(layout.dim, 0.3)
     preconditioner = Preconditioner(position, scale, gradient, hessian).cast(jnp.float32)
     q = jnp.asarray(rng.standard_normal(layout.dim), jnp.float32)

@@ -357,7 +357,7 @@ def test_epoch_mean_of_second_order_control_variate_is_full_gradient(
         differences = BlockDifferences(values, step[None], (row_scale,))
         matrix = replace(matrix, differences=differences)
     gradient = potential.full_gradient(center, arguments)
-    prior = BatchedGradients(potential, arguments).prior_products(center, probes)
+    _, prior = BatchedGradients(potential, arguments).prior_products(center, probes)
     matrix = jax.tree.map(lambda x: np.asarray(x, float), matrix)
     matrix = matrix.subtract(BlockArrowMatrix.from_products(layout, prior))
     preconditioner = Preconditioner(center, factor, gradient, matrix).cast(jnp.float32)

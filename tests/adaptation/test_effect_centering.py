@@ -1,0 +1,155 @@
+"""Effects that a model multiplies by their scale are found, and their gradients have less noise."""
+
+from dataclasses import replace
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import numpyro
+import numpyro.distributions as dist
+import pytest
+
+from numpyro_sgmcmc.adaptation.effect_centering import find_partial_centering
+from numpyro_sgmcmc.adaptation.hierarchical_fit import (
+    evaluate_block_arrow,
+    fit_hierarchy_from_each,
+    recenter_block_arrow,
+    remove_prior,
+)
+from numpyro_sgmcmc.model.block_arrow import BlockArrowFactor, find_block_arrow_layout
+from numpyro_sgmcmc.model.gradient_estimators import SecondOrderControlVariate, make_gradient_fn
+from tests.adaptation.inputs import make_inputs
+
+SCHOOLS, DISTRICTS, ROWS = 90, 30, 2700
+
+
+def make_model(kind):
+    """Schools in districts, with the logarithm of the SD as the shared parameter.
+
+    :param kind: ``"centred"``, ``"non-centred"``, or ``"variances"``, non-centred with the
+        logarithms of variances.
+    """
+
+    def sample_effects(name, size):
+        log_scale = numpyro.sample(f"{name} log scale", dist.Normal(-0.5, 0.5))
+        scale = jnp.exp(log_scale / 2.0 if kind == "variances" else log_scale)
+        is_centred = kind == "centred"
+        prior = dist.Normal(0, scale if is_centred else 1.0).expand([size]).to_event(1)
+        effects = numpyro.sample(name, prior)
+        return effects if is_centred else scale * effects
+
+    def model(school, district, y, batch_size=None):
+        mean = numpyro.sample("mean", dist.Normal(0, 2))
+        schools = sample_effects("school", SCHOOLS)
+        districts = sample_effects("district", DISTRICTS)
+        with numpyro.plate("rows", len(y), subsample_size=batch_size) as i:
+            eta = mean + schools[school[i]] + districts[district[i]]
+            numpyro.sample("y", dist.Normal(eta, 1.0), obs=y[i])
+
+    return model
+
+
+def prepare(kind, num_rows=ROWS):
+    rng = np.random.default_rng(0)
+    school = np.arange(num_rows) % SCHOOLS
+    effects = 0.6 * rng.standard_normal(SCHOOLS) + 0.5 * rng.standard_normal(DISTRICTS).repeat(3)
+    y = effects[school] + rng.standard_normal(num_rows)
+    args = jnp.asarray(school), jnp.asarray(school // 3), jnp.asarray(y, "f")
+    inputs = make_inputs(make_model(kind), args, 90)
+    return inputs, find_block_arrow_layout(inputs.potential, inputs.arguments)
+
+
+def fit_near_data(kind):
+    """Return coordinates about effects with the scales of the data.
+
+    The variational fit of nested effects is several SDs off, as it is before pilot chains.
+    """
+    inputs, layout = prepare(kind)
+    fit = fit_hierarchy_from_each(inputs, layout, [np.zeros(inputs.potential.dim)])
+    distance = np.array([np.log(0.5), 0.0, np.log(0.6)]) - layout.take_shared(fit.center)
+    shift = np.linalg.solve(fit.factor.shared_factor, distance)
+    return inputs, layout, recenter_block_arrow(inputs, fit, shift, np.eye(3))
+
+
+def find_at(kind, num_rows=ROWS):
+    """Return the layout, a center with scales of 0.5 and 0.6, and its centring."""
+    inputs, layout = prepare(kind, num_rows)
+    log_scales = np.log([0.5, 0.6]) * (2.0 if kind == "variances" else 1.0)
+    effects = np.random.default_rng(1).standard_normal((1, layout.num_groups))
+    center = layout.merge(effects, np.array([log_scales[0], 0.0, log_scales[1]]))
+    gradient, hessian = evaluate_block_arrow(inputs, layout, center)
+    rows_gradient, of_rows = remove_prior(inputs, center, gradient, hessian)
+    prior_precisions = np.diagonal(hessian.blocks - of_rows.blocks).T
+    factors = 1.0 / np.sqrt(hessian.blocks)
+    factor = BlockArrowFactor(factors, 1.0 / factors, hessian.strips, np.eye(3), layout)
+    centering = find_partial_centering(of_rows, rows_gradient, center, prior_precisions, factor)
+    return layout, centering
+
+
+@pytest.mark.parametrize(("kind", "exponent"), [("non-centred", 1.0), ("variances", 0.5)])
+def test_effects_that_a_scale_multiplies_are_centred_as_far_as_rows_determine_them(kind, exponent):
+    layout, centering = find_at(kind)
+    found = -centering.exponents.multiply(np.eye(3))[:, 0]
+    # Shared parameters in the order of their names: district, mean, school.
+    for column, scale, (groups, _) in zip((0, 2), (0.5, 0.6), layout.groupings, strict=True):
+        precision = ROWS / (groups.stop - groups.start) * scale**2
+        expected = exponent * precision / (precision + 1.0)
+        np.testing.assert_allclose(found[column, groups], expected, rtol=1e-3)
+        found[column, groups] = 0.0
+    assert not found.any()
+
+
+@pytest.mark.parametrize(("kind", "num_rows"), [("centred", ROWS), ("non-centred", 100)])
+def test_effects_of_a_centred_model_or_of_few_rows_are_not_centred(kind, num_rows):
+    _, centering = find_at(kind, num_rows)
+    assert centering is None
+
+
+def test_centring_removes_noise_and_keeps_the_mean_of_gradients():
+    inputs, _, fit = fit_near_data("non-centred")
+    q = jnp.asarray(np.random.default_rng(1).standard_normal(inputs.potential.dim), "f")
+    rows = jnp.asarray(np.random.default_rng(2).permutation(ROWS).reshape(-1, 90))
+    position = jnp.asarray(fit.to_position(np.asarray(q)), "f")
+    full = inputs.potential.full_gradient(position, inputs.arguments)
+
+    def estimate_all(preconditioner):
+        preconditioner = preconditioner.cast(jnp.float32)
+        q = jnp.asarray(preconditioner.to_numpy().from_position(np.asarray(position)), "f")
+
+        @jax.jit
+        def estimate(batch):
+            return make_gradient_fn(
+                SecondOrderControlVariate(),
+                inputs.potential,
+                inputs.arguments,
+                preconditioner,
+                {"rows": batch},
+            )(q)
+
+        estimates = jnp.stack([estimate(batch) for batch in rows])
+        expected = preconditioner.pull_back(q, full)
+        return estimates.mean(0) - expected, estimates.var(0).mean()
+
+    gradient, hessian = evaluate_block_arrow(inputs, fit.factor.layout, fit.center)
+    _, of_rows = remove_prior(inputs, fit.center, gradient, hessian)
+    plain = fit._replace(factor=replace(fit.factor, centering=None), reference_hessian=of_rows)
+    error, noise = estimate_all(fit)
+    plain_error, plain_noise = estimate_all(plain)
+    assert jnp.abs(error).max() < 5e-3
+    assert jnp.abs(plain_error).max() < 5e-3
+    assert noise < 0.05 * plain_noise
+    # A Hessian that is not that of the coordinates would bias the estimate.
+    wrong, _ = estimate_all(fit._replace(reference_hessian=of_rows))
+    assert jnp.abs(wrong).max() > 0.02
+
+
+def test_effects_have_unit_curvature_about_a_new_center():
+    inputs, layout, fit = fit_near_data("non-centred")
+    moved = recenter_block_arrow(inputs, fit, np.array([0.6, 0.0, -0.6]), np.eye(3))
+    gradient, hessian = evaluate_block_arrow(inputs, layout, moved.center)
+    hessian = moved.centering.transform_hessian(hessian, gradient)
+    units = np.eye(layout.dim)
+    curvature = moved.factor.apply_transpose(hessian @ moved.factor.apply(units))
+    is_effect = layout.merge(np.ones((1, layout.num_groups)), np.zeros(layout.num_shared)) > 0
+    eigenvalues = np.linalg.eigvalsh(curvature[np.ix_(is_effect, is_effect)])
+    assert 0.8 < eigenvalues.min() < eigenvalues.max() < 1.25
