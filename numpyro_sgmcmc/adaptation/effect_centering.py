@@ -50,13 +50,16 @@ def find_partial_centering(
     kinds = _list_kinds(layout)
     # The change of the gradient along a relative change of all effects of a kind.
     no_shared = np.zeros(layout.num_shared)
-    changes = np.stack(
-        [
-            rows_hessian @ layout.merge(kind * effects, no_shared)
-            + layout.merge(kind * of_effects, no_shared)
-            for kind in kinds
-        ]
-    ) * sds
+    changes = (
+        np.stack(
+            [
+                rows_hessian @ layout.merge(kind * effects, no_shared)
+                + layout.merge(kind * of_effects, no_shared)
+                for kind in kinds
+            ]
+        )
+        * sds
+    )
     exponents = np.linalg.lstsq(changes.T, columns.T, rcond=None)[0].T
     remainders = np.linalg.norm(columns - exponents @ changes, axis=1)
     is_scale = remainders < _MAX_REMAINDER * np.linalg.norm(columns, axis=1)

@@ -285,7 +285,7 @@ def evaluate_block_arrow(
 def remove_prior(
     inputs: WarmupInputs, position: np.ndarray, gradient: np.ndarray, hessian: BlockArrowMatrix
 ) -> tuple[np.ndarray, BlockArrowMatrix]:
-    """Return gradient and Hessian of the rows' part of the potential, as minibatches estimate it."""
+    """Return gradient and Hessian of the part of the potential that minibatches estimate."""
     layout = hessian.layout
     of_prior, products = inputs.batched_gradients.prior_products(position, layout.make_probes())
     prior_hessian = BlockArrowMatrix.from_products(layout, products)

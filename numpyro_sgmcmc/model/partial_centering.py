@@ -52,9 +52,7 @@ class PartialCentering:
         """Return the coordinates of a displacement."""
         effects, shared = self.layout.split(displacement)
         t, xp = self.exponents.multiply(shared), _get_namespace(displacement)
-        return self.layout.merge(
-            effects * xp.exp(-t) + self.effects * (xp.expm1(-t) + t), shared
-        )
+        return self.layout.merge(effects * xp.exp(-t) + self.effects * (xp.expm1(-t) + t), shared)
 
     def pull_back(self, x: Any, gradient: Any) -> Any:
         """Return the gradient by coordinates from one by displacements, without the Jacobian's."""
