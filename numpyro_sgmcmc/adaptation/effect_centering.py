@@ -1,4 +1,4 @@
-r"""Which effects of a hierarchy the model multiplies by their scale, and their partial centring.
+r"""Effects of a hierarchy that the model multiplies by their scale, and their partial centring.
 
 Where the rows depend on effects :math:`e` and a shared parameter :math:`\psi_j` only by the product
 :math:`e^{a\psi_j}e`, their part of the potential is constant along

@@ -535,7 +535,7 @@ class BlockArrowFactor:
 
     @property
     def is_linear(self) -> bool:
-        """Whether the coordinates are linear functions of positions."""
+        """True if the coordinates are linear functions of positions."""
         return self.sd_trend is None and self.centering is None
 
     def to_linear(self, q: Any, sign: float = 1.0) -> Any:

@@ -102,7 +102,7 @@ class Preconditioner(NamedTuple):
 
     @property
     def centering(self) -> PartialCentering | None:
-        """Of effects that the model multiplies by their scale, or None."""
+        """Partial centring of effects that the model multiplies by their scale, or None."""
         return self.factor.centering if self.is_block_arrow else None
 
     def to_displacement(self, q: Any) -> Any:
