@@ -20,6 +20,9 @@ inverse of the shared parameters' covariance, has differences of M along each of
 expectation has at least as many sign vectors as effects per group, in which the products of
 different effects cancel.
 
+Effects that the model multiplies by their scale are partially centred
+(:mod:`.effect_centering`). Their fractions are found anew at each center.
+
 An iteration takes 2k + 4 gradients over the data with k effects per group, whatever the number of
 groups; 10 to 30 iterations are usual.
 """

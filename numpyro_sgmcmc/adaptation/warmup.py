@@ -205,9 +205,7 @@ def _fit_hierarchy(
         return None, ""
     inputs.progress.begin_stage("variational fit")
     inputs.batched_gradients.precompile_large_pass(layout.num_effect_probes)
-    num_inits = (
-        1 if settings.has_init_params else min(_NUM_HIERARCHY_INITS, inputs.budget.num_inits)
-    )
+    num_inits = 1 if settings.has_init_params else _NUM_HIERARCHY_INITS
     positions = find_finite_positions(inputs, init_positions, num_inits)
     pilot_inputs = replace(inputs, budget=inputs.budget.for_hierarchy())
 

@@ -13,6 +13,7 @@ from numpyro.infer import MCMC
 from scipy.optimize import minimize
 
 from numpyro_sgmcmc import SGHMCSplit, suggest_subsample_size
+from numpyro_sgmcmc.adaptation import warmup
 from numpyro_sgmcmc.adaptation.effect_factors import (
     factorize_inverse_blocks,
     make_symmetric_factors,
@@ -188,6 +189,20 @@ def test_fit_finds_marginal_mode_where_joint_mode_has_scale_zero():
 def test_effects_that_the_prior_couples_have_no_fit():
     with pytest.raises(HierarchyFitError, match="different groups are coupled"):
         fit(make_model(is_random_walk=True), make_data())
+
+
+def test_fits_start_at_several_positions_whatever_the_dimension(monkeypatch):
+    inputs = make_inputs(make_model(), make_data(), 100)
+    inputs = replace(inputs, budget=replace(inputs.budget, num_inits=1))  # of high dimension
+    positions = []
+    monkeypatch.setattr(
+        warmup,
+        "fit_hierarchy_from_each",
+        lambda inputs, layout, init_positions, start_compilation: positions.extend(init_positions),
+    )
+    rng = np.random.default_rng(0)
+    warmup._fit_hierarchy(inputs, (rng.standard_normal(inputs.potential.dim) for _ in range(9)))
+    assert len(positions) == 3
 
 
 def test_fits_that_differ_are_left_out():
