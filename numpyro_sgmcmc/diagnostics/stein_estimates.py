@@ -36,8 +36,9 @@ from numpyro_sgmcmc.model.hessian_factor import HessianFactor
 from numpyro_sgmcmc.model.preconditioner import Preconditioner
 from numpyro_sgmcmc.sampling.bias_monitor import FULL_MOMENTS_MAX_DIM, RunningSums, get_split_factor
 
-# Standard errors: off-diagonal entries of C below are set to zero before C is inverted.
-_MIN_STEIN_ENTRY_Z = 3.0
+# Standard errors: off-diagonal entries of C below are set to zero before C is inverted, unless the
+# noise of all entries of gradients at draws adds less than this to the inverse.
+_MIN_STEIN_ENTRY_Z, _MAX_INVERSE_BIAS = 3.0, 0.02
 # Variances of entries of split vectors below are zero but for rounding: of coordinates that are
 # directions themselves, and of directions that pad a low-rank factor.
 _MIN_SPLIT_VARIANCE = 1e-4
@@ -136,7 +137,7 @@ class BiasMeasurements(NamedTuple):
 
 
 def estimate_bias_from_sums(
-    sums: RunningSums, preconditioners: Sequence[Preconditioner]
+    sums: RunningSums, preconditioners: Sequence[Preconditioner], are_at_draws: bool = False
 ) -> SteinEstimates:
     r"""Estimate the bias of a chain's mean and SDs, coordinate by coordinate.
 
@@ -145,6 +146,8 @@ def estimate_bias_from_sums(
     direction, which many coordinates share, is estimated once and not from each of these.
 
     :param sums: fields with a leading axis of approximately independent batches.
+    :param are_at_draws: whether gradients are those at draws, so that entries of C that are not
+        significant are kept if this hardly changes the inverse.
     :return: estimates with jackknife standard errors over batches.
     """
     has_weight = np.asarray(sums.weight) > 0
@@ -167,6 +170,9 @@ def estimate_bias_from_sums(
         # Sampling noise of all entries would accumulate in the inverse.
         is_significant = np.abs(matrix.value) > _MIN_STEIN_ENTRY_Z * matrix.error
         np.fill_diagonal(is_significant, True)
+        # Noise N of C adds N^2 to the inverse: on its diagonal, the sum of the variances in a row.
+        if are_at_draws and np.square(matrix.error).sum(1).mean() < _MAX_INVERSE_BIAS:
+            is_significant[:] = True
 
     def compute_covariances(x: RunningSums) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         """Return those of chain and posterior, and the difference of their means."""
@@ -364,7 +370,7 @@ def estimate_bias_at_draws(
         q, g = low_rank.split(q), low_rank.split(g)
     q, g = (x.reshape(num_chains, -1, x.shape[-1]) for x in (q, g))
     sums = _accumulate_batch_sums(q, g, is_dense=dim <= FULL_MOMENTS_MAX_DIM)
-    return estimate_bias_from_sums(sums, [preconditioner])
+    return estimate_bias_from_sums(sums, [preconditioner], are_at_draws=True)
 
 
 def estimate_tail_bias(gradients: GradientsAtDraws | None, tails: TailTransform) -> BiasEstimate:

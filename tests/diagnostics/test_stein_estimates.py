@@ -98,6 +98,24 @@ def test_mean_bias_is_estimated_by_gradients_at_draws():
     assert (np.abs(bias.sd_inflation.value) < 0.05).all()
 
 
+def test_bias_along_a_direction_of_many_coordinates_is_not_missed():
+    """Draws are narrower along the diagonal, and no entry of C between coordinates shows it.
+
+    The first coordinate of the model is this direction; the others are orthogonal to it.
+    """
+    dim, scale = 8, 0.88
+    direction = np.full(dim, dim**-0.5)
+    basis = np.linalg.qr(np.column_stack([direction, np.eye(dim)[:, 1:]]))[0]
+    q = np.random.default_rng(0).standard_normal((4, 500, dim))
+    q += (scale - 1.0) * (q @ direction)[..., None] * direction
+    gradients = GradientsAtDraws.from_arrays(q @ basis, q @ basis)
+    value, error = estimate_bias_at_draws(gradients, Preconditioner(np.zeros(dim), basis.T)).bias[1]
+    truth = (q @ basis).std((0, 1)) - 1.0
+    assert truth[0] < -0.1
+    np.testing.assert_allclose(value, truth, atol=0.01)
+    assert error.max() < 0.03
+
+
 # --- Low-rank preconditioners -------------------------------------------------------------------
 
 WIDE_DIM = FULL_MOMENTS_MAX_DIM + 36
