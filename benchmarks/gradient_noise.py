@@ -14,8 +14,8 @@ cancels. A run is wrong where a mean is off by more than 0.2 SD or an SD by more
 15%, and by more than three standard errors. It is reported if the bias report does not diagnose it
 as ``ok``, or if there is a warning.
 
-``--all-rows`` initialises chains at the mean, and estimates the bias from gradients on all rows at all
-draws. The default estimates are more noisy, and leave out covariances within three standard errors.
+``--all-rows`` initialises chains at the mean, and estimates the bias from gradients on all rows at
+all draws. The default estimates leave out covariances within three standard errors.
 """
 
 from __future__ import annotations

@@ -31,8 +31,8 @@ from numpyro_sgmcmc.adaptation.gradient_noise import (
 )
 from numpyro_sgmcmc.adaptation.preconditioning import (
     MAX_CENTER_SHIFT_SD,
-    compute_rms,
     factorize_covariance,
+    is_root_centered,
     update_preconditioner,
 )
 from numpyro_sgmcmc.adaptation.settings import MAX_CONVERGED_R_HAT, WarmupInputs
@@ -177,10 +177,10 @@ def run_pilot_windows(
             max_r_hat = compute_max_r_hat(num_independent, len(draws), compared.shape[-1])
         within_variance = np.maximum(compared.var(1).mean(0), np.finfo(float).tiny)
         r_hat = float(compute_r_hat(compared.mean(1), within_variance).max())
-        shift = np.abs(compared.mean((0, 1)))
+        mean = compared.mean((0, 1))
+        is_centered = np.abs(mean).max() < MAX_CENTER_SHIFT_SD
         if pilot.preconditioner.is_hessian_root:
-            shift = compute_rms(shift)
-        is_centered = shift.max() < MAX_CENTER_SHIFT_SD
+            is_centered = is_root_centered(mean, len(draws) * num_independent)
         pilot = replace(
             pilot,
             is_converged=bool(r_hat < max_r_hat and is_centered),

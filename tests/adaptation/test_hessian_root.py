@@ -119,8 +119,11 @@ def test_reference_moves_to_the_mean_of_draws_that_are_far_from_it(labelled):
     near = np.random.default_rng(3).standard_normal((4, 50, DIM))
     unchanged = update_preconditioner(inputs, root, near, None, True)
     assert unchanged.preconditioner is root
-    updated = update_preconditioner(inputs, root, near + 2.0, None, True).preconditioner
-    center = root.to_position((near + 2.0).mean((0, 1)))
+    far = near + 0.35
+    few = update_preconditioner(inputs, root, far, None, True, num_independent=10.0)
+    assert few.preconditioner is root  # by chance
+    updated = update_preconditioner(inputs, root, far, None, True).preconditioner
+    center = root.to_position(far.mean((0, 1)))
     np.testing.assert_allclose(updated.center, center)
     hessian = inputs.batched_gradients.full_hessian(center)
     L = updated.factor.matrix
