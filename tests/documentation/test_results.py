@@ -134,7 +134,6 @@ TABLES_BY_HAND = {
     "| gradient | relative time of a step |": "step_cost",
     "| rows; groups | `SGHMCSplit` | gpboost |": "time_to_accuracy",
     "| run | batch size | wall s |": "accelerator",
-    "| 100 runs in one process |": "leaks",
 }
 
 
