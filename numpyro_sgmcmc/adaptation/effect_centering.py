@@ -1,26 +1,33 @@
-r"""Effects of a hierarchy that the model multiplies by their scale, and their partial centring.
+r"""Effects of a hierarchy that the model multiplies by their scale, and their centring.
 
 Where the rows depend on effects :math:`e` and a shared parameter :math:`\psi_j` only by the product
 :math:`e^{a\psi_j}e`, their part of the potential is constant along
 :math:`(\delta e, \delta\psi_j) = (-a e, 1)` at every position. So their Hessian H and gradient g
 have :math:`H_{\cdot j} = H_{\cdot e}(a \circ e) + a \circ g_e`. The exponents a of the effects of
 each grouping are found by least squares, and the products from what is left.
+
+Given the other effects, the products do not depend on the shared parameters as far as their rows
+determine them. :class:`ScaledEffects` evaluates the model as a function of them, for the fit of a
+hierarchy, and :func:`find_partial_centering` is for the chains.
 """
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import numpy as np
 
+from numpyro_sgmcmc.adaptation.batched_gradients import BatchedGradients
 from numpyro_sgmcmc.model.block_arrow import (
-    BlockArrowFactor,
     BlockArrowLayout,
     BlockArrowMatrix,
+    GroupPairs,
     SharedStrips,
 )
 from numpyro_sgmcmc.model.partial_centering import PartialCentering
 
-# Size of what is left relative to the Hessian's column, in units of the posterior SDs, up to which
-# effects are multiplied by a scale: float32 leaves about 1e-4.
+# Size of what is left relative to the Hessian's column, in scaled units, up to which effects are
+# multiplied by a scale: float32 leaves about 1e-4.
 _MAX_REMAINDER = 1e-2
 _MIN_EXPONENT = 0.1  # 1 for the logarithm of an SD, 0.5 for that of a variance
 # Mean over groups of the fraction of an effect's precision that is from the rows, from which on
@@ -28,54 +35,134 @@ _MIN_EXPONENT = 0.1  # 1 for the logarithm of an SD, 0.5 for that of a variance
 _MIN_CENTERED_FRACTION = 0.5
 
 
+@dataclass(frozen=True)
+class ScaledEffects:
+    """A model as a function of the products of effects with their scales, and shared parameters."""
+
+    exponents: SharedStrips  # a; zero for effects that no scale multiplies
+    layout: BlockArrowLayout
+
+    @classmethod
+    def find(
+        cls, rows_gradient: np.ndarray, rows_hessian: BlockArrowMatrix, position: np.ndarray
+    ) -> ScaledEffects | None:
+        """Return the effects that a scale multiplies, None without such.
+
+        :param rows_gradient: at the position, of the rows' part of the potential.
+        """
+        exponents, kinds = _find_exponents(rows_gradient, rows_hessian, position)
+        if not exponents.any():
+            return None
+        strips = SharedStrips.from_dense(np.tensordot(exponents, kinds, 1))
+        return cls(strips, rows_hessian.layout)
+
+    def compute_scales(self, position: np.ndarray) -> np.ndarray:
+        """Return the scales, shape ``(..., k, G)``."""
+        return np.exp(self.exponents.multiply(self.layout.take_shared(position)))
+
+    def to_products(self, position: np.ndarray) -> np.ndarray:
+        """Return a position with the products in place of the effects."""
+        effects, shared = self.layout.split(position)
+        return self.layout.merge(effects * self.compute_scales(position), shared)
+
+    def from_products(self, y: np.ndarray) -> np.ndarray:
+        """Return the position of the model."""
+        products, shared = self.layout.split(y)
+        return self.layout.merge(products / self.compute_scales(y), shared)
+
+    def scale_pairs(self, pairs: GroupPairs, y: np.ndarray) -> GroupPairs:
+        """Return the blocks of pairs of groups by products, from those by effects."""
+        return pairs.rescale(1.0 / self.compute_scales(y))
+
+    def large_pass_products(
+        self,
+        gradients: BatchedGradients,
+        y: np.ndarray,
+        directions: np.ndarray,
+        directions_per_call: int = 0,
+    ) -> tuple[np.ndarray, np.ndarray]:
+        """Return what :meth:`.BatchedGradients.large_pass_products` does, by products.
+
+        :param y: points, shape ``(n, d)``, with the same shared parameters.
+        :param directions: at several points these are of effects only.
+        """
+        layout, scales = self.layout, self.compute_scales(y[0])
+        of_products, of_shared = layout.split(directions)
+        effects, _ = layout.split(self.from_products(y))
+        rates = self.exponents.multiply(of_shared)
+        moves = of_products / scales - rates * effects[0]
+        of_model, model_products = gradients.large_pass_products(
+            self.from_products(y), layout.merge(moves, of_shared), directions_per_call
+        )
+        of_effects, of_shared = layout.split(of_model)
+        # The log Jacobian determinant of the effects by the products.
+        log_det = self.exponents.sum_over_groups(np.ones(layout.split(y[0])[0].shape))
+        of_shared = of_shared - self.exponents.sum_over_groups(effects * of_effects) + log_det
+        gradient = layout.merge(of_effects / scales, of_shared)
+        by_effects, by_shared = layout.split(model_products)
+        work = effects[:, None] * by_effects + moves * of_effects[:, None]
+        by_shared = by_shared - self.exponents.sum_over_groups(work)
+        by_products = (by_effects - rates * of_effects[:, None]) / scales
+        return gradient, layout.merge(by_products, by_shared)
+
+
 def find_partial_centering(
-    rows_hessian: BlockArrowMatrix,
     rows_gradient: np.ndarray,
+    rows_hessian: BlockArrowMatrix,
     center: np.ndarray,
     prior_precisions: np.ndarray,
-    factor: BlockArrowFactor,
 ) -> PartialCentering | None:
     """Return the partial centring of effects that a scale multiplies, None without such.
 
-    :param rows_hessian: Hessian at the center of the rows' part of the potential.
+    :param rows_gradient: at the center, of the rows' part of the potential.
     :param prior_precisions: of each effect, shape ``(k, G)``.
-    :param factor: with the posterior SDs.
     """
-    layout = rows_hessian.layout
-    effects, _ = layout.split(center)
-    of_effects, _ = layout.split(rows_gradient)
-    sds = np.sqrt(factor.apply_squared(np.ones(layout.dim)))
-    units = np.eye(layout.num_shared)
-    columns = np.stack([rows_hessian @ layout.merge(0.0 * effects, x) for x in units]) * sds
-    kinds = _list_kinds(layout)
-    # The change of the gradient along a relative change of all effects of a kind.
-    no_shared = np.zeros(layout.num_shared)
-    changes = (
-        np.stack(
-            [
-                rows_hessian @ layout.merge(kind * effects, no_shared)
-                + layout.merge(kind * of_effects, no_shared)
-                for kind in kinds
-            ]
-        )
-        * sds
-    )
-    exponents = np.linalg.lstsq(changes.T, columns.T, rcond=None)[0].T
-    remainders = np.linalg.norm(columns - exponents @ changes, axis=1)
-    is_scale = remainders < _MAX_REMAINDER * np.linalg.norm(columns, axis=1)
+    exponents, kinds = _find_exponents(rows_gradient, rows_hessian, center)
     precisions = np.einsum("aag->ag", rows_hessian.blocks)
     fractions = precisions / np.maximum(precisions + prior_precisions, np.finfo(float).tiny)
     fractions = np.clip(fractions, 0.0, 1.0)
     is_determined = (kinds * fractions).sum((1, 2)) > _MIN_CENTERED_FRACTION * kinds.sum((1, 2))
-    is_kept = is_scale[:, None] & is_determined & (np.abs(exponents) > _MIN_EXPONENT)
-    if not is_kept.any():
+    exponents = np.where(is_determined, exponents, 0.0)
+    if not exponents.any():
         return None
-    strips = -np.tensordot(np.where(is_kept, exponents, 0.0), kinds, 1) * fractions
-    return PartialCentering(SharedStrips.from_dense(strips), effects, layout)
+    strips = SharedStrips.from_dense(-np.tensordot(exponents, kinds, 1) * fractions)
+    effects, _ = rows_hessian.layout.split(center)
+    return PartialCentering(strips, effects, rows_hessian.layout)
+
+
+def _find_exponents(
+    rows_gradient: np.ndarray, rows_hessian: BlockArrowMatrix, position: np.ndarray
+) -> tuple[np.ndarray, np.ndarray]:
+    """Return exponents of effects by shared parameters, zero where there is none, ``(s, n)``, and
+    one for each effect of the groups of a grouping, else zero, ``(n, k, G)``.
+    """
+    layout = rows_hessian.layout
+    effects, _ = layout.split(position)
+    of_effects, _ = layout.split(rows_gradient)
+    strips = rows_hessian.strips.multiply(np.eye(layout.num_shared))
+    # Units in which effects have unit curvature, and shared parameters that or what they add to it.
+    precisions = np.maximum(np.abs(np.einsum("aag->ag", rows_hessian.blocks)), np.finfo(float).tiny)
+    curvature = np.abs(np.diagonal(rows_hessian.corner)) + (strips**2 / precisions).sum((1, 2))
+    curvature = np.maximum(curvature, np.finfo(float).tiny)
+    units = 1.0 / np.sqrt(layout.merge(precisions, curvature))
+    columns = units * layout.merge(strips, rows_hessian.corner)
+    # The change of the gradient along a relative change of all effects of a kind.
+    kinds = _list_kinds(layout)
+    no_shared = np.zeros(layout.num_shared)
+    changes = [
+        rows_hessian @ layout.merge(kind * effects, no_shared)
+        + layout.merge(kind * of_effects, no_shared)
+        for kind in kinds
+    ]
+    changes = units * np.stack(changes)
+    exponents = np.linalg.lstsq(changes.T, columns.T, rcond=None)[0].T
+    remainders = np.linalg.norm(columns - exponents @ changes, axis=1)
+    is_scale = remainders < _MAX_REMAINDER * np.linalg.norm(columns, axis=1)
+    is_kept = is_scale[:, None] & (np.abs(exponents) > _MIN_EXPONENT)
+    return np.where(is_kept, exponents, 0.0), kinds
 
 
 def _list_kinds(layout: BlockArrowLayout) -> np.ndarray:
-    """Return one for each effect of the groups of a grouping, else zero, shape ``(n, k, G)``."""
     kinds = []
     for columns, num_effects in layout.groupings:
         for j in range(num_effects):

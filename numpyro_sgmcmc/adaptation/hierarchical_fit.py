@@ -37,7 +37,7 @@ from typing import Any
 import numpy as np
 
 from numpyro_sgmcmc.adaptation.block_differences import add_differences, add_needed_differences
-from numpyro_sgmcmc.adaptation.effect_centering import find_partial_centering
+from numpyro_sgmcmc.adaptation.effect_centering import ScaledEffects, find_partial_centering
 from numpyro_sgmcmc.adaptation.effect_correlation import (
     EffectCorrelation,
     find_nesting,
@@ -123,10 +123,17 @@ class _Conditional:
 class _Linearisation:
     """Dependence of the effects on the shared parameters, and the curvature of these."""
 
-    strips: SharedStrips  # B
+    gradient: np.ndarray
+    hessian: BlockArrowMatrix
     shared_covariance: np.ndarray  # a first estimate, shape `(s, s)`
     factors: np.ndarray  # as in `_Conditional`
     correlation: EffectCorrelation | None  # of effects of several groupings
+    scaled: ScaledEffects | None  # where the position has products with scales for the effects
+
+    @property
+    def strips(self) -> SharedStrips:
+        """B."""
+        return self.hessian.strips
 
     def apply_covariance(self, effects: np.ndarray) -> np.ndarray:
         """Return the effects' covariance given the shared parameters times ``(k, G)``."""
@@ -215,12 +222,16 @@ def _fit_marginal(
         no_effects = np.zeros((layout.effects_per_group, layout.num_groups))
         position = layout.merge(no_effects, layout.take_shared(position))
     linearisation = _linearise(inputs, layout, position, check_structure=known is None)
+    of_rows = remove_prior(inputs, position, linearisation.gradient, linearisation.hessian)
+    if (scaled := ScaledEffects.find(*of_rows, position)) is not None:
+        position = scaled.to_products(position)
+        linearisation = _linearise(inputs, layout, position, scaled)
     signs = balance_signs(linearisation.factors)
     conditional = _Conditional(position, linearisation.factors, np.zeros_like(position))
     bound = _INIT_STEP_BOUND
     for _ in range(2):
         conditional = _update_effects(inputs, layout, linearisation, conditional, signs, bound)
-    linearisation = _linearise(inputs, layout, conditional.position)
+    linearisation = _linearise(inputs, layout, conditional.position, scaled)
     inverse_hessian, num_converged = linearisation.shared_covariance, 0
     distance = 0.0
     gradient = linearisation.compute_marginal_gradient(layout, conditional.gradient)
@@ -255,7 +266,7 @@ def _fit_marginal(
         distance += np.abs(step).max()
         gradient = following
         if distance > _REFRESH_DISTANCE:
-            linearisation = _linearise(inputs, layout, conditional.position)
+            linearisation = _linearise(inputs, layout, conditional.position, scaled)
             inverse_hessian, distance = linearisation.shared_covariance, 0.0
             gradient = linearisation.compute_marginal_gradient(layout, conditional.gradient)
         decrement = _compute_decrement(inverse_hessian, gradient)
@@ -266,23 +277,48 @@ def _fit_marginal(
             and _compute_distance(layout, known, conditional.position) < _NEAR_DISTANCE_SD
         )
         if is_near or num_converged == _NUM_CONVERGED:
+            if scaled is not None:
+                factors = conditional.factors / scaled.compute_scales(conditional.position)[:, None]
+                position = scaled.from_products(conditional.position)
+                conditional = replace(conditional, position=position, factors=factors)
             return conditional, inverse_hessian
     raise HierarchyFitError(f"the fit did not converge in {_MAX_ITERATIONS} iterations")
 
 
 def evaluate_block_arrow(
-    inputs: WarmupInputs, layout: BlockArrowLayout, position: np.ndarray
+    inputs: WarmupInputs,
+    layout: BlockArrowLayout,
+    position: np.ndarray,
+    scaled: ScaledEffects | None = None,
 ) -> tuple[np.ndarray, BlockArrowMatrix]:
-    """Return gradient and Hessian on all rows."""
-    (gradient,), (products,) = inputs.batched_gradients.large_pass_products(
-        position[None], layout.make_probes(), layout.num_effect_probes
+    """Return gradient and Hessian on all rows.
+
+    :param scaled: where the position has products with scales for the effects.
+    """
+    probes = layout.make_probes()
+    (gradient,), (products,) = _sum_products(
+        inputs, position[None], probes, scaled, layout.num_effect_probes
     )
     pairs = None
     if len(layout.groupings) > 1:
-        pairs = sum_row_couplings(
-            inputs.potential, inputs.batched_gradients.arguments, layout, position
-        )
+        at = position if scaled is None else scaled.from_products(position)
+        pairs = sum_row_couplings(inputs.potential, inputs.batched_gradients.arguments, layout, at)
+        pairs = pairs if scaled is None else scaled.scale_pairs(pairs, position)
     return gradient, BlockArrowMatrix.from_products(layout, products, pairs)
+
+
+def _sum_products(
+    inputs: WarmupInputs,
+    positions: np.ndarray,
+    directions: np.ndarray,
+    scaled: ScaledEffects | None,
+    *directions_per_call: int,
+) -> tuple[np.ndarray, np.ndarray]:
+    """Return gradients on all rows, and products of the Hessians with directions."""
+    gradients = inputs.batched_gradients
+    if scaled is None:
+        return gradients.large_pass_products(positions, directions, *directions_per_call)
+    return scaled.large_pass_products(gradients, positions, directions, *directions_per_call)
 
 
 def remove_prior(
@@ -323,7 +359,7 @@ def _build_preconditioner(
     if pairs is not None:
         factor = _factorize_groupings(factor, hessian, pairs, factors)
     centering = find_partial_centering(
-        of_rows, rows_gradient, conditional.position, prior_precisions, factor
+        rows_gradient, of_rows, conditional.position, prior_precisions
     )
     factor = replace(factor, centering=centering)
     if centering is not None:
@@ -356,7 +392,7 @@ def recenter_block_arrow(
     rows_gradient, of_rows = remove_prior(inputs, center, gradient, hessian)
     if factor.sd_trend is None:
         prior_precisions = np.diagonal(hessian.blocks - of_rows.blocks).T
-        centering = find_partial_centering(of_rows, rows_gradient, center, prior_precisions, factor)
+        centering = find_partial_centering(rows_gradient, of_rows, center, prior_precisions)
     else:  # which is the trend of effects with these fractions
         centering = factor.centering and factor.centering.move(center)
     factor = replace(factor, centering=centering)
@@ -490,14 +526,16 @@ def _linearise(
     inputs: WarmupInputs,
     layout: BlockArrowLayout,
     position: np.ndarray,
+    scaled: ScaledEffects | None = None,
     check_structure: bool = False,
 ) -> _Linearisation:
     """Return the linearisation at a position.
 
+    :param scaled: where the position has products with scales for the effects.
     :param check_structure: whether to check that the Hessian is a block-arrow matrix, unlike that
         of effects that a random walk couples.
     """
-    gradient, hessian = evaluate_block_arrow(inputs, layout, position)
+    gradient, hessian = evaluate_block_arrow(inputs, layout, position, scaled)
     if not (np.isfinite(gradient).all() and np.isfinite(hessian.blocks).all()):
         raise HierarchyFitError(_NOT_FINITE)
     if not np.diagonal(hessian.blocks).all():
@@ -525,7 +563,7 @@ def _linearise(
             break
     eigenvalues = np.maximum(np.abs(eigenvalues), floor)
     covariance = (vectors / eigenvalues) @ vectors.T * np.outer(scale, scale)
-    return _Linearisation(hessian.strips, covariance, factors, correlation)
+    return _Linearisation(gradient, hessian, covariance, factors, correlation, scaled)
 
 
 def apply_covariance(
@@ -572,7 +610,7 @@ def _update_effects(
         effects = np.einsum("abg,bg->ag", factors, signs)
         deviation = layout.merge(effects, np.zeros(layout.num_shared))
         points = position + np.stack([deviation, -deviation])
-        results = inputs.batched_gradients.large_pass_products(points, directions)
+        results = _sum_products(inputs, points, directions, linearisation.scaled)
         return (x.mean(0) for x in results)
 
     gradient, products = evaluate(conditional.position, conditional.factors, probes)

@@ -260,6 +260,11 @@ class GroupPairs:
         line_targets = np.repeat(np.arange(num_groups, dtype=np.int32), lines_per_group)
         return cls(line_values, line_sources, line_targets)
 
+    def rescale(self, scales: np.ndarray) -> GroupPairs:
+        """Return the blocks of effects that are divided by ``(k, G)``."""
+        targets, sources = scales[:, self.targets], scales[:, self.sources]
+        return replace(self, values=self.values * targets[:, None, None] * sources)
+
     def to_sparse(self, num_groups: int) -> Any:
         """Return the matrix of flat effects, k G rows and columns, in SciPy's format."""
         k = len(self.values)
@@ -365,7 +370,7 @@ class SharedStrips:
         else:
             sums = np.einsum("nkg,...kg->...nk", self.values, effects)
         one_hot = np.eye(self.num_shared, dtype=sums.dtype)[np.ravel(self.columns)]
-        return sums.reshape(*sums.shape[:-2], -1) @ one_hot
+        return sums.reshape(*sums.shape[:-2], len(one_hot)) @ one_hot
 
 
 @partial(jax.tree_util.register_dataclass, data_fields=["values", "steps"], meta_fields=["columns"])

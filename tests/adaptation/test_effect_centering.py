@@ -16,7 +16,7 @@ from numpyro_sgmcmc.adaptation.hierarchical_fit import (
     recenter_block_arrow,
     remove_prior,
 )
-from numpyro_sgmcmc.model.block_arrow import BlockArrowFactor, find_block_arrow_layout
+from numpyro_sgmcmc.model.block_arrow import find_block_arrow_layout
 from numpyro_sgmcmc.model.gradient_estimators import SecondOrderControlVariate, make_gradient_fn
 from tests.adaptation.inputs import make_inputs
 
@@ -80,9 +80,7 @@ def find_at(kind, num_rows=ROWS):
     gradient, hessian = evaluate_block_arrow(inputs, layout, center)
     rows_gradient, of_rows = remove_prior(inputs, center, gradient, hessian)
     prior_precisions = np.diagonal(hessian.blocks - of_rows.blocks).T
-    factors = 1.0 / np.sqrt(hessian.blocks)
-    factor = BlockArrowFactor(factors, 1.0 / factors, hessian.strips, np.eye(3), layout)
-    centering = find_partial_centering(of_rows, rows_gradient, center, prior_precisions, factor)
+    centering = find_partial_centering(rows_gradient, of_rows, center, prior_precisions)
     return layout, centering
 
 
