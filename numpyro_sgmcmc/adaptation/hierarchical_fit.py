@@ -73,9 +73,10 @@ _MAX_DECREMENT_RATIO, _REJECTED_STEP_FACTOR = 1.5, 0.3
 _MAX_EFFECT_STEP_SD = 0.2  # RMS Newton step of the effects above which they take one more
 _REFRESH_DISTANCE = 1.0  # change of the shared parameters after which their coupling is refreshed
 _MIN_CURVATURE_RATIO = 1e-2  # of a secant over the model's, below which BFGS leaves it out
-# Of the Schur complement with unit diagonal of the corner; smaller for several groupings, whose
-# means are nearly confounded with a common one, and for effects whose groups are the rows.
-_MIN_SCALED_EIGENVALUE, _MIN_CONFOUNDED_EIGENVALUE, _MIN_TIGHT_EIGENVALUE = 0.02, 1e-3, 1e-5
+# Of the Schur complement with unit diagonal of the corner, without and with effects whose groups
+# are the rows. A smaller one makes steps too long where the start is far from the mode.
+_MIN_SCALED_EIGENVALUE, _MIN_TIGHT_EIGENVALUE = 1e-3, 1e-5
+_MIN_PRECISION = 0.02  # of effects in their coordinates, for the logarithm
 # Shared parameters up to which the change of the effects' SDs is measured, at points at this
 # distance in posterior SDs; the curvature above which it counts, relative to a normal's.
 _MAX_TREND_SHARED, _TREND_STEP_SD, _MIN_TREND_CURVATURE = 50, 2.0, 0.5
@@ -252,7 +253,8 @@ def _fit_marginal(
                 break
         following = linearisation.compute_marginal_gradient(layout, conditional.gradient)
         if not np.isfinite(following).all():
-            raise HierarchyFitError(_NOT_FINITE)
+            conditional, bound = previous, _REJECTED_STEP_FACTOR * min(bound, largest)
+            continue
         decrement = _compute_decrement(inverse_hessian, gradient)
         ratio = _compute_decrement(inverse_hessian, following) / max(
             decrement, np.finfo(float).tiny
@@ -475,7 +477,7 @@ def _refine_shared(
             scales = preconditioner.centering.scale_effects(layout.take_shared(x))
             blocks = blocks * scales[:, None] * scales
         precisions = map_groups(_compute_precisions, blocks, factors)
-        return np.log(np.maximum(precisions, _MIN_SCALED_EIGENVALUE)), layout.split(gradient)[1]
+        return np.log(np.maximum(precisions, _MIN_PRECISION)), layout.split(gradient)[1]
 
     # Along each shared parameter alone, as far as the others given.
     shared_factor = preconditioner.factor.shared_factor
@@ -550,17 +552,10 @@ def _linearise(
         coupling = apply_covariance(factors, hessian.strips.multiply(units[columns]), correlation)
         schur[columns] -= hessian.strips.sum_over_groups(coupling)
     scale = 1.0 / np.sqrt(np.maximum(np.abs(np.diagonal(hessian.corner)), np.finfo(float).tiny))
-    floor = _MIN_SCALED_EIGENVALUE if correlation is None else _MIN_CONFOUNDED_EIGENVALUE
-    candidates: tuple[np.ndarray, ...] = schur, hessian.corner
-    if inputs.potential.local_names:
-        # A row may determine its value so tightly that the corner's steps are far too short; Newton
-        # steps by absolute eigenvalues descend where the marginal is concave.
-        candidates, floor = (schur,), _MIN_TIGHT_EIGENVALUE
-    # The corner bounds the curvature of the marginal where the effects are far from their means.
-    for matrix in candidates:
-        eigenvalues, vectors = np.linalg.eigh(matrix * np.outer(scale, scale))
-        if eigenvalues.min() > floor:
-            break
+    # Newton steps by absolute eigenvalues descend where the marginal is concave.
+    has_local = bool(inputs.potential.local_names)
+    floor = _MIN_TIGHT_EIGENVALUE if has_local else _MIN_SCALED_EIGENVALUE
+    eigenvalues, vectors = np.linalg.eigh(schur * np.outer(scale, scale))
     eigenvalues = np.maximum(np.abs(eigenvalues), floor)
     covariance = (vectors / eigenvalues) @ vectors.T * np.outer(scale, scale)
     return _Linearisation(gradient, hessian, covariance, factors, correlation, scaled)

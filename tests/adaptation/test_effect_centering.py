@@ -9,7 +9,7 @@ import numpyro
 import numpyro.distributions as dist
 import pytest
 
-from numpyro_sgmcmc.adaptation.effect_centering import find_partial_centering
+from numpyro_sgmcmc.adaptation.effect_centering import ScaledEffects, find_partial_centering
 from numpyro_sgmcmc.adaptation.hierarchical_fit import (
     evaluate_block_arrow,
     fit_hierarchy_from_each,
@@ -60,10 +60,7 @@ def prepare(kind, num_rows=ROWS):
 
 
 def fit_near_data(kind):
-    """Return coordinates about effects with the scales of the data.
-
-    The variational fit of nested effects is several SDs off, as it is before pilot chains.
-    """
+    """Return coordinates about effects with the scales of the data."""
     inputs, layout = prepare(kind)
     fit = fit_hierarchy_from_each(inputs, layout, [np.zeros(inputs.potential.dim)])
     distance = np.array([np.log(0.5), 0.0, np.log(0.6)]) - layout.take_shared(fit.center)
@@ -101,6 +98,36 @@ def test_effects_that_a_scale_multiplies_are_centred_as_far_as_rows_determine_th
 def test_effects_of_a_centred_model_or_of_few_rows_are_not_centred(kind, num_rows):
     _, centering = find_at(kind, num_rows)
     assert centering is None
+
+
+@pytest.mark.parametrize("has_zero_effects", [False, True])
+def test_products_of_effects_and_scales_have_their_gradient_and_hessian(has_zero_effects):
+    inputs, layout = prepare("non-centred")
+    position = 0.5 * np.random.default_rng(1).standard_normal(layout.dim)
+    effects, shared = layout.split(position)
+    if has_zero_effects:  # as at the start of a fit
+        position = layout.merge(0.0 * effects, shared)
+    gradient, hessian = evaluate_block_arrow(inputs, layout, position)
+    scaled = ScaledEffects.find(*remove_prior(inputs, position, gradient, hessian), position)
+    y = scaled.to_products(position)
+    np.testing.assert_allclose(scaled.from_products(y), position, atol=1e-12)
+
+    def potential(y):
+        products, shared = layout.split(y)
+        scales = jnp.repeat(jnp.exp(shared[jnp.array([0, 2])]), np.array([DISTRICTS, SCHOOLS]))
+        position = layout.merge(products / scales, shared)
+        return inputs.potential.full_value(position, inputs.arguments) + jnp.log(scales).sum()
+
+    y = jnp.asarray(y, "f")
+    directions = jnp.asarray(np.random.default_rng(2).standard_normal((3, layout.dim)), "f")
+    found, products = scaled.large_pass_products(
+        inputs.batched_gradients, np.asarray(y, float)[None], np.asarray(directions, float)
+    )
+    expected = [jax.jvp(jax.grad(potential), (y,), (v,))[1] for v in directions]
+    np.testing.assert_allclose(found[0], jax.grad(potential)(y), atol=1e-2)
+    np.testing.assert_allclose(products[0], np.stack(expected), atol=1e-2)
+    _, by_products = evaluate_block_arrow(inputs, layout, np.asarray(y, float), scaled)
+    np.testing.assert_allclose(by_products @ directions, np.stack(expected), atol=1e-2)
 
 
 def test_centring_removes_noise_and_keeps_the_mean_of_gradients():

@@ -191,6 +191,33 @@ def test_effects_that_the_prior_couples_have_no_fit():
         fit(make_model(is_random_walk=True), make_data())
 
 
+@pytest.mark.parametrize("is_centred", [True, False])
+def test_fit_with_many_rows_per_group_converges_from_afar(is_centred):
+    """The rows determine the sum of mean and effects far better than the mean."""
+    num_groups, rng = 40, np.random.default_rng(4)
+    group = np.arange(20_000) % num_groups
+    effects = 0.4 * rng.standard_normal(num_groups)
+    y = rng.poisson(np.exp(0.3 + effects[group])).astype(np.float32)
+
+    def model(group, y, batch_size=None):
+        mean = numpyro.sample("mean", dist.Normal(0, 1))
+        scale = numpyro.sample("scale", dist.HalfNormal(1))
+        prior = dist.Normal(0, scale if is_centred else 1).expand([num_groups]).to_event(1)
+        effect = numpyro.sample("effect", prior)
+        effect = effect if is_centred else scale * effect
+        with numpyro.plate("rows", len(y), subsample_size=batch_size) as i:
+            numpyro.sample("y", dist.Poisson(jnp.exp(mean + effect[group[i]])), obs=y[i])
+
+    inputs = make_inputs(model, (jnp.asarray(group), jnp.asarray(y)), 500)
+    layout = find_block_arrow_layout(inputs.potential, inputs.arguments)
+    for _ in range(3):
+        fit = fit_hierarchy(inputs, layout, rng.uniform(-2, 2, inputs.potential.dim))
+        mean, log_scale = layout.take_shared(fit.center)
+        # Its error is that of the mean of the groups' effects, 0.4 / sqrt(40).
+        assert abs(mean - 0.3 - effects.mean()) < 0.02
+        assert abs(log_scale - np.log(effects.std())) < 0.1
+
+
 def test_fits_start_at_several_positions_whatever_the_dimension(monkeypatch):
     inputs = make_inputs(make_model(), make_data(), 100)
     inputs = replace(inputs, budget=replace(inputs.budget, num_inits=1))  # of high dimension
