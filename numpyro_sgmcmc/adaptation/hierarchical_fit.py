@@ -305,7 +305,8 @@ def evaluate_block_arrow(
     if len(layout.groupings) > 1:
         at = position if scaled is None else scaled.from_products(position)
         pairs = sum_row_couplings(inputs.potential, inputs.batched_gradients.arguments, layout, at)
-        pairs = pairs if scaled is None else scaled.scale_pairs(pairs, position)
+        if scaled is not None and pairs is not None:
+            pairs = scaled.scale_pairs(pairs, position)
     return gradient, BlockArrowMatrix.from_products(layout, products, pairs)
 
 

@@ -127,7 +127,7 @@ def test_products_of_effects_and_scales_have_their_gradient_and_hessian(has_zero
     np.testing.assert_allclose(found[0], jax.grad(potential)(y), atol=1e-2)
     np.testing.assert_allclose(products[0], np.stack(expected), atol=1e-2)
     _, by_products = evaluate_block_arrow(inputs, layout, np.asarray(y, float), scaled)
-    np.testing.assert_allclose(by_products @ directions, np.stack(expected), atol=1e-2)
+    np.testing.assert_allclose(by_products @ np.asarray(directions), np.stack(expected), atol=1e-2)
 
 
 def test_centring_removes_noise_and_keeps_the_mean_of_gradients():
