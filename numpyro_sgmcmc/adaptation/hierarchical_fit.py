@@ -72,7 +72,7 @@ _INIT_STEP_BOUND = 0.7
 _MAX_DECREMENT_RATIO, _REJECTED_STEP_FACTOR = 1.5, 0.3
 _MAX_EFFECT_STEP_SD = 0.2  # RMS Newton step of the effects above which they take one more
 _REFRESH_DISTANCE = 1.0  # change of the shared parameters after which their coupling is refreshed
-_MIN_CURVATURE_RATIO = 1e-2  # of a secant over the model's, below which BFGS leaves it out
+_MIN_CURVATURE_RATIO = 0.1  # of a secant over the model's, below which BFGS damps it
 # Of the Schur complement with unit diagonal of the corner, without and with effects whose groups
 # are the rows. A smaller one makes steps too long where the start is far from the mode.
 _MIN_SCALED_EIGENVALUE, _MIN_TIGHT_EIGENVALUE = 1e-3, 1e-5
@@ -112,11 +112,13 @@ class _Conditional:
 
     - **position** - shared parameters and means of the effects, shape ``(d,)``.
     - **factors** - F with F F^T the covariances of the effects, shape ``(k, k, G)``.
+    - **deviation** - of the effects from their means at one of two points, shape ``(k, G)``.
     - **gradient** - its expectation over the effects, shape ``(d,)``.
     """
 
     position: np.ndarray
     factors: np.ndarray
+    deviation: np.ndarray
     gradient: np.ndarray
 
 
@@ -228,7 +230,9 @@ def _fit_marginal(
         position = scaled.to_products(position)
         linearisation = _linearise(inputs, layout, position, scaled)
     signs = balance_signs(linearisation.factors)
-    conditional = _Conditional(position, linearisation.factors, np.zeros_like(position))
+    factors = linearisation.factors
+    deviation = _choose_deviation(linearisation, factors, linearisation.hessian.blocks, signs)
+    conditional = _Conditional(position, factors, deviation, np.zeros_like(position))
     bound = _INIT_STEP_BOUND
     for _ in range(2):
         conditional = _update_effects(inputs, layout, linearisation, conditional, signs, bound)
@@ -259,7 +263,7 @@ def _fit_marginal(
         ratio = _compute_decrement(inverse_hessian, following) / max(
             decrement, np.finfo(float).tiny
         )
-        inverse_hessian = _update_bfgs(inverse_hessian, step, following - gradient, gradient)
+        inverse_hessian = _update_bfgs(inverse_hessian, step, following - gradient)
         if ratio > _MAX_DECREMENT_RATIO and decrement > _CONVERGED_DECREMENT:
             # The change of the gradient is in the inverse Hessian: a shorter step from here.
             conditional, bound = previous, _REJECTED_STEP_FACTOR * min(bound, largest)
@@ -601,31 +605,53 @@ def _update_effects(
     """Take a Newton step of the effects given the shared parameters."""
     probes = layout.make_probes(with_shared=False)
 
-    def evaluate(position: np.ndarray, factors: np.ndarray, directions: np.ndarray) -> Any:
+    def evaluate(position: np.ndarray, deviation: np.ndarray, directions: np.ndarray) -> Any:
         """Return means over two antithetic points of gradient and products."""
-        effects = np.einsum("abg,bg->ag", factors, signs)
-        deviation = layout.merge(effects, np.zeros(layout.num_shared))
-        points = position + np.stack([deviation, -deviation])
+        deviations = layout.merge(deviation, np.zeros(layout.num_shared))
+        points = position + np.stack([deviations, -deviations])
         results = _sum_products(inputs, points, directions, linearisation.scaled)
         return (x.mean(0) for x in results)
 
-    gradient, products = evaluate(conditional.position, conditional.factors, probes)
+    gradient, products = evaluate(conditional.position, conditional.deviation, probes)
     of_effects, of_shared = layout.split(gradient)
-    factors = factorize_inverse_blocks(layout.make_blocks(products))
+    blocks = layout.make_blocks(products)
+    factors = factorize_inverse_blocks(blocks)
     (step,) = -apply_covariance(factors, of_effects[None], linearisation.correlation)
     shift = layout.merge(np.clip(step, -bound, bound), np.zeros_like(of_shared))
     position = conditional.position + shift
-    gradient, _ = evaluate(position, factors, probes[:0])
-    return _Conditional(position, factors, gradient)
+    deviation = _choose_deviation(linearisation, factors, blocks, signs)
+    gradient, _ = evaluate(position, deviation, probes[:0])
+    return _Conditional(position, factors, deviation, gradient)
 
 
-def _update_bfgs(
-    inverse_hessian: np.ndarray, step: np.ndarray, change: np.ndarray, gradient: np.ndarray
+def _choose_deviation(
+    linearisation: _Linearisation, factors: np.ndarray, blocks: np.ndarray, signs: np.ndarray
 ) -> np.ndarray:
-    """Return the inverse Hessian after a step that changed the gradient."""
-    curvature, predicted = float(step @ change), abs(float(step @ gradient))
-    if curvature <= _MIN_CURVATURE_RATIO * predicted:
-        return inverse_hessian
+    """Return the effects' deviation from their means for the expectation.
+
+    Groups deviate with the group that they belong to. Other effects of several groupings deviate
+    independently.
+    """
+    pairs = linearisation.hessian.pairs
+    if pairs is None:
+        return np.einsum("abg,bg->ag", factors, signs)
+    nesting, factors, _ = find_nesting(linearisation.hessian.layout, pairs, factors, blocks)
+    return np.asarray(nesting.apply(np.einsum("abg,bg->ag", factors, signs)))
+
+
+def _update_bfgs(inverse_hessian: np.ndarray, step: np.ndarray, change: np.ndarray) -> np.ndarray:
+    """Return the inverse Hessian after a step that changed the gradient.
+
+    Where the curvature along the step is negative or far below the model's, the change is damped,
+    so that the curvature is a fraction of it and the next step is longer. Reference: Powell (1978),
+    *Algorithms for nonlinear constraints that use Lagrangian functions*.
+    """
+    expected = np.linalg.solve(inverse_hessian, step)
+    curvature, predicted = float(step @ change), float(step @ expected)
+    if curvature < _MIN_CURVATURE_RATIO * predicted:
+        weight = (1.0 - _MIN_CURVATURE_RATIO) * predicted / (predicted - curvature)
+        change = weight * change + (1.0 - weight) * expected
+        curvature = _MIN_CURVATURE_RATIO * predicted
     left = np.eye(step.size) - np.outer(step, change) / curvature
     return left @ inverse_hessian @ left.T + np.outer(step, step) / curvature
 
