@@ -20,8 +20,12 @@ inverse of the shared parameters' covariance, has differences of M along each of
 expectation has at least as many sign vectors as effects per group, in which the products of
 different effects cancel.
 
-Effects that the model multiplies by their scale are partially centred
-(:mod:`.effect_centering`). Their fractions are found anew at each center.
+With several groupings, groups then deviate with the group that they belong to, such as schools
+with their district, and BFGS goes on. Other effects of several groupings deviate independently.
+
+Where the model multiplies effects by their scale, the fit is by the products
+(:mod:`.effect_centering`), and the chains' coordinates are partially centred. Their fractions are
+found anew at each center.
 
 An iteration takes 2k + 4 gradients over the data with k effects per group, whatever the number of
 groups; 10 to 30 iterations are usual.
@@ -61,6 +65,7 @@ from numpyro_sgmcmc.model.block_arrow import (
 from numpyro_sgmcmc.model.preconditioner import Preconditioner
 
 _MAX_ITERATIONS = 60  # of BFGS; models with 5 shared parameters need 10 to 15
+_MAX_JOINT_ITERATIONS = 20  # from the mode with independent deviations
 # Newton decrement, in posterior SDs of the shared parameters, at which the fit has converged, and
 # iterations in a row below it.
 _CONVERGED_DECREMENT, _NUM_CONVERGED = 0.1, 2
@@ -72,7 +77,7 @@ _INIT_STEP_BOUND = 0.7
 _MAX_DECREMENT_RATIO, _REJECTED_STEP_FACTOR = 1.5, 0.3
 _MAX_EFFECT_STEP_SD = 0.2  # RMS Newton step of the effects above which they take one more
 _REFRESH_DISTANCE = 1.0  # change of the shared parameters after which their coupling is refreshed
-_MIN_CURVATURE_RATIO = 0.1  # of a secant over the model's, below which BFGS damps it
+_MIN_CURVATURE_RATIO = 1e-2  # of a secant over the model's, below which BFGS leaves it out
 # Of the Schur complement with unit diagonal of the corner, without and with effects whose groups
 # are the rows. A smaller one makes steps too long where the start is far from the mode.
 _MIN_SCALED_EIGENVALUE, _MIN_TIGHT_EIGENVALUE = 1e-3, 1e-5
@@ -132,6 +137,9 @@ class _Linearisation:
     factors: np.ndarray  # as in `_Conditional`
     correlation: EffectCorrelation | None  # of effects of several groupings
     scaled: ScaledEffects | None  # where the position has products with scales for the effects
+    # whether groups deviate with the group that they belong to; independently where the start is
+    # far from the mode, because a scale that is too large makes joint deviations far too large
+    is_joint: bool
 
     @property
     def strips(self) -> SharedStrips:
@@ -237,10 +245,43 @@ def _fit_marginal(
     for _ in range(2):
         conditional = _update_effects(inputs, layout, linearisation, conditional, signs, bound)
     linearisation = _linearise(inputs, layout, conditional.position, scaled)
+    found = _find_mode(inputs, layout, linearisation, conditional, signs, known, _MAX_ITERATIONS)
+    if found is None:
+        raise HierarchyFitError(f"the fit did not converge in {_MAX_ITERATIONS} iterations")
+    if len(layout.groupings) > 1 and not _is_near(layout, known, found[0].position):
+        linearisation = _linearise(inputs, layout, found[0].position, scaled, is_joint=True)
+        conditional = _update_effects(inputs, layout, linearisation, found[0], signs, bound)
+        joint = _find_mode(
+            inputs, layout, linearisation, conditional, signs, known, _MAX_JOINT_ITERATIONS
+        )
+        if joint is None and known is not None:
+            raise HierarchyFitError("the fit did not converge with joint deviations")
+        found = joint or found
+    conditional, inverse_hessian = found
+    if scaled is not None:
+        factors = conditional.factors / scaled.compute_scales(conditional.position)[:, None]
+        position = scaled.from_products(conditional.position)
+        conditional = replace(conditional, position=position, factors=factors)
+    return conditional, inverse_hessian
+
+
+def _find_mode(
+    inputs: WarmupInputs,
+    layout: BlockArrowLayout,
+    linearisation: _Linearisation,
+    conditional: _Conditional,
+    signs: np.ndarray,
+    known: Preconditioner | None,
+    max_iterations: int,
+) -> tuple[_Conditional, np.ndarray] | None:
+    """Return the effects at the zero of M, and the covariance of shared parameters, by BFGS.
+
+    :return: None where it does not converge.
+    """
     inverse_hessian, num_converged = linearisation.shared_covariance, 0
-    distance = 0.0
+    distance, bound = 0.0, _INIT_STEP_BOUND
     gradient = linearisation.compute_marginal_gradient(layout, conditional.gradient)
-    for _ in range(_MAX_ITERATIONS):
+    for _ in range(max_iterations):
         inputs.progress.advance(1)
         step = -inverse_hessian @ gradient
         largest = np.abs(step).max()
@@ -263,7 +304,7 @@ def _fit_marginal(
         ratio = _compute_decrement(inverse_hessian, following) / max(
             decrement, np.finfo(float).tiny
         )
-        inverse_hessian = _update_bfgs(inverse_hessian, step, following - gradient)
+        inverse_hessian = _update_bfgs(inverse_hessian, step, following - gradient, gradient)
         if ratio > _MAX_DECREMENT_RATIO and decrement > _CONVERGED_DECREMENT:
             # The change of the gradient is in the inverse Hessian: a shorter step from here.
             conditional, bound = previous, _REJECTED_STEP_FACTOR * min(bound, largest)
@@ -272,23 +313,26 @@ def _fit_marginal(
         distance += np.abs(step).max()
         gradient = following
         if distance > _REFRESH_DISTANCE:
-            linearisation = _linearise(inputs, layout, conditional.position, scaled)
+            linearisation = _linearise(
+                inputs,
+                layout,
+                conditional.position,
+                linearisation.scaled,
+                linearisation.is_joint,
+            )
             inverse_hessian, distance = linearisation.shared_covariance, 0.0
             gradient = linearisation.compute_marginal_gradient(layout, conditional.gradient)
         decrement = _compute_decrement(inverse_hessian, gradient)
         num_converged = num_converged + 1 if decrement < _CONVERGED_DECREMENT else 0
-        is_near = (
-            known is not None
-            and decrement < _NEAR_DECREMENT
-            and _compute_distance(layout, known, conditional.position) < _NEAR_DISTANCE_SD
-        )
+        is_near = decrement < _NEAR_DECREMENT and _is_near(layout, known, conditional.position)
         if is_near or num_converged == _NUM_CONVERGED:
-            if scaled is not None:
-                factors = conditional.factors / scaled.compute_scales(conditional.position)[:, None]
-                position = scaled.from_products(conditional.position)
-                conditional = replace(conditional, position=position, factors=factors)
             return conditional, inverse_hessian
-    raise HierarchyFitError(f"the fit did not converge in {_MAX_ITERATIONS} iterations")
+    return None
+
+
+def _is_near(layout: BlockArrowLayout, known: Preconditioner | None, position: np.ndarray) -> bool:
+    """Return whether a position is near a known fit."""
+    return known is not None and _compute_distance(layout, known, position) < _NEAR_DISTANCE_SD
 
 
 def evaluate_block_arrow(
@@ -534,6 +578,7 @@ def _linearise(
     layout: BlockArrowLayout,
     position: np.ndarray,
     scaled: ScaledEffects | None = None,
+    is_joint: bool = False,
     check_structure: bool = False,
 ) -> _Linearisation:
     """Return the linearisation at a position.
@@ -563,7 +608,7 @@ def _linearise(
     eigenvalues, vectors = np.linalg.eigh(schur * np.outer(scale, scale))
     eigenvalues = np.maximum(np.abs(eigenvalues), floor)
     covariance = (vectors / eigenvalues) @ vectors.T * np.outer(scale, scale)
-    return _Linearisation(gradient, hessian, covariance, factors, correlation, scaled)
+    return _Linearisation(gradient, hessian, covariance, factors, correlation, scaled, is_joint)
 
 
 def apply_covariance(
@@ -627,31 +672,21 @@ def _update_effects(
 def _choose_deviation(
     linearisation: _Linearisation, factors: np.ndarray, blocks: np.ndarray, signs: np.ndarray
 ) -> np.ndarray:
-    """Return the effects' deviation from their means for the expectation.
-
-    Groups deviate with the group that they belong to. Other effects of several groupings deviate
-    independently.
-    """
+    """Return the effects' deviation from their means for the expectation."""
     pairs = linearisation.hessian.pairs
-    if pairs is None:
+    if pairs is None or not linearisation.is_joint:
         return np.einsum("abg,bg->ag", factors, signs)
     nesting, factors, _ = find_nesting(linearisation.hessian.layout, pairs, factors, blocks)
     return np.asarray(nesting.apply(np.einsum("abg,bg->ag", factors, signs)))
 
 
-def _update_bfgs(inverse_hessian: np.ndarray, step: np.ndarray, change: np.ndarray) -> np.ndarray:
-    """Return the inverse Hessian after a step that changed the gradient.
-
-    Where the curvature along the step is negative or far below the model's, the change is damped,
-    so that the curvature is a fraction of it and the next step is longer. Reference: Powell (1978),
-    *Algorithms for nonlinear constraints that use Lagrangian functions*.
-    """
-    expected = np.linalg.solve(inverse_hessian, step)
-    curvature, predicted = float(step @ change), float(step @ expected)
-    if curvature < _MIN_CURVATURE_RATIO * predicted:
-        weight = (1.0 - _MIN_CURVATURE_RATIO) * predicted / (predicted - curvature)
-        change = weight * change + (1.0 - weight) * expected
-        curvature = _MIN_CURVATURE_RATIO * predicted
+def _update_bfgs(
+    inverse_hessian: np.ndarray, step: np.ndarray, change: np.ndarray, gradient: np.ndarray
+) -> np.ndarray:
+    """Return the inverse Hessian after a step that changed the gradient."""
+    curvature, predicted = float(step @ change), abs(float(step @ gradient))
+    if curvature <= _MIN_CURVATURE_RATIO * predicted:
+        return inverse_hessian
     left = np.eye(step.size) - np.outer(step, change) / curvature
     return left @ inverse_hessian @ left.T + np.outer(step, step) / curvature
 
