@@ -248,7 +248,7 @@ def _fit_marginal(
     found = _find_mode(inputs, layout, linearisation, conditional, signs, known, _MAX_ITERATIONS)
     if found is None:
         raise HierarchyFitError(f"the fit did not converge in {_MAX_ITERATIONS} iterations")
-    if len(layout.groupings) > 1 and not _is_near(layout, known, found[0].position):
+    if _is_nested(linearisation) and not _is_near(layout, known, found[0].position):
         linearisation = _linearise(inputs, layout, found[0].position, scaled, is_joint=True)
         conditional = _update_effects(inputs, layout, linearisation, found[0], signs, bound)
         joint = _find_mode(
@@ -328,6 +328,17 @@ def _find_mode(
         if is_near or num_converged == _NUM_CONVERGED:
             return conditional, inverse_hessian
     return None
+
+
+def _is_nested(linearisation: _Linearisation) -> bool:
+    """Return whether the groups of a grouping belong to those of another."""
+    hessian = linearisation.hessian
+    if hessian.pairs is None:
+        return False
+    nesting, _, _ = find_nesting(
+        hessian.layout, hessian.pairs, linearisation.factors, hessian.blocks
+    )
+    return bool(nesting.coupling.any())
 
 
 def _is_near(layout: BlockArrowLayout, known: Preconditioner | None, position: np.ndarray) -> bool:
