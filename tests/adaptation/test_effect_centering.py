@@ -8,10 +8,12 @@ import numpy as np
 import numpyro
 import numpyro.distributions as dist
 import pytest
+from scipy.optimize import minimize
 
 from numpyro_sgmcmc.adaptation.effect_centering import ScaledEffects, find_partial_centering
 from numpyro_sgmcmc.adaptation.hierarchical_fit import (
     evaluate_block_arrow,
+    fit_hierarchy,
     fit_hierarchy_from_each,
     recenter_block_arrow,
     remove_prior,
@@ -178,3 +180,29 @@ def test_effects_have_unit_curvature_about_a_new_center():
     is_effect = layout.merge(np.ones((1, layout.num_groups)), np.zeros(layout.num_shared)) > 0
     eigenvalues = np.linalg.eigvalsh(curvature[np.ix_(is_effect, is_effect)])
     assert 0.8 < eigenvalues.min() < eigenvalues.max() < 1.25
+
+
+@pytest.mark.parametrize("kind", ["centred", "non-centred"])
+def test_fits_of_nested_effects_are_near_the_marginal_mode(kind):
+    inputs, layout = prepare(kind)
+    school, _, y = (np.asarray(x, float) for x in inputs.arguments.args)
+    means = np.array([y[school == j].mean() for j in range(SCHOOLS)]).reshape(DISTRICTS, 3)
+
+    def marginal(log_scales):
+        """Return minus the log density of both scales, up to a constant."""
+        of_schools = np.exp(2.0 * log_scales[1]) + SCHOOLS / ROWS
+        of_districts = np.exp(2.0 * log_scales[0]) + of_schools / 3.0
+        centers = means.mean(1)
+        of_mean = of_districts / DISTRICTS + 4.0
+        log_density = -np.log(of_schools) * DISTRICTS - np.log(of_districts) * (DISTRICTS - 1) / 2
+        log_density -= np.square(means - centers[:, None]).sum() / of_schools / 2.0
+        log_density -= np.square(centers - centers.mean()).sum() / of_districts / 2.0
+        log_density -= np.log(of_mean) / 2.0 + centers.mean() ** 2 / of_mean / 2.0
+        return -log_density + 2.0 * np.square(log_scales + 0.5).sum()
+
+    mode = minimize(marginal, np.full(2, -0.5)).x
+    sds = np.array([0.2, 0.1])
+    rng = np.random.default_rng(3)
+    for _ in range(3):
+        fit = fit_hierarchy(inputs, layout, rng.uniform(-2.0, 2.0, layout.dim))
+        assert np.abs((layout.take_shared(fit.center)[[0, 2]] - mode) / sds).max() < 0.6
