@@ -48,7 +48,7 @@ class Size(NamedTuple):
     burn_in: int
 
 
-DEFAULT = Size(2, 200, 0.01, 50, 40)
+DEFAULT = Size(5, 200, 0.01, 50, 40)
 PAPER = Size(5, 200, 0.005, 500, 4)
 QUICK = Size(2, 10, 0.01, 5, 2)
 
