@@ -313,7 +313,8 @@ def test_noise_eval_points_weighted_gradients_have_noise_variance_of_estimate():
     for k, name in enumerate(NAMES):
         estimator = GRADIENT_ESTIMATORS[name]
         points = estimator.noise_eval_points(np.asarray(b.q, np.float64), preconditioner)
-        weighted = sum(w * gradient(rows, jnp.asarray(p, b.q.dtype)) for p, w in points)
+        positions = [(preconditioner.center + x, w) for x, w in points]
+        weighted = sum(w * gradient(rows, jnp.asarray(p, b.q.dtype)) for p, w in positions)
         variance = jax.vmap(b.preconditioner.apply_transpose)(weighted).var(0, ddof=1)
         # Second-order control variates take a derivative by finite differences.
         rtol = 0.05 if estimator.needs_hessian else 1e-12
