@@ -169,17 +169,18 @@ def fit_hierarchy_from_each(
         modes.
     """
     remaining = iter(positions)
-    first = _fit_first(inputs, layout, remaining)
+    # Fits are compared without the refinement, which moves many groups' scales by several SDs.
+    unrefined = first = _fit_first(inputs, layout, remaining)
     if not first.reference_hessian.pairs and layout.num_shared <= _MAX_TREND_SHARED:
         first = _refine_shared(inputs, layout, first)
     first = add_needed_differences(inputs, first)
     start_compilation(first)
     for position in remaining:
         try:
-            conditional, _ = _fit_marginal(inputs, layout, position, first)
+            conditional, _ = _fit_marginal(inputs, layout, position, unrefined)
         except HierarchyFitError:
             continue
-        if _compute_distance(layout, first, conditional.position) > _MAX_FIT_DISTANCE_SD:
+        if _compute_distance(layout, unrefined, conditional.position) > _MAX_FIT_DISTANCE_SD:
             raise HierarchyFitError("fits from different initial positions differ")
     return first
 

@@ -13,7 +13,7 @@ from numpyro.infer import MCMC
 from scipy.optimize import minimize
 
 from numpyro_sgmcmc import SGHMCSplit, suggest_subsample_size
-from numpyro_sgmcmc.adaptation import warmup
+from numpyro_sgmcmc.adaptation import hierarchical_fit, warmup
 from numpyro_sgmcmc.adaptation.effect_factors import (
     factorize_inverse_blocks,
     make_symmetric_factors,
@@ -229,7 +229,22 @@ def test_fits_start_at_several_positions_whatever_the_dimension(monkeypatch):
     )
     rng = np.random.default_rng(0)
     warmup._fit_hierarchy(inputs, (rng.standard_normal(inputs.potential.dim) for _ in range(9)))
-    assert len(positions) == 3
+    assert len(positions) == 2
+
+
+def test_fits_are_compared_without_the_refinement(monkeypatch):
+    """It moves the scales of many thousands of groups by several posterior SDs."""
+    inputs = make_inputs(make_model(), make_data(), 100)
+    layout = find_block_arrow_layout(inputs.potential, inputs.arguments)
+
+    def move(inputs, layout, fit):
+        identity = np.eye(layout.num_shared)
+        return recenter_block_arrow(inputs, fit, np.full(layout.num_shared, 5.0), identity)
+
+    monkeypatch.setattr(hierarchical_fit, "_refine_shared", move)
+    positions = [np.zeros(layout.dim), np.full(layout.dim, 0.3)]
+    fit = fit_hierarchy_from_each(inputs, layout, positions)
+    assert fit.is_finite()
 
 
 def test_fits_that_differ_are_left_out():
