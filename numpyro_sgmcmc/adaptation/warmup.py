@@ -99,7 +99,7 @@ from numpyro_sgmcmc.model.preconditioner import Preconditioner
 _VARIANCE_INFLATION_TOLERANCE = 1.5
 # Coordinates from which on effects of groups have blocks; fewer have a dense matrix by default.
 _MIN_HIERARCHY_DIM = 100
-_NUM_HIERARCHY_INITS = 2, 3  # bounds on the initial positions from which fits must agree
+_NUM_HIERARCHY_INITS = 3  # initial positions from which the fit of a hierarchy must agree
 
 
 def warm_up_globals(inputs: WarmupInputs, init_positions: Iterable[np.ndarray]) -> Adaptation:
@@ -205,8 +205,9 @@ def _fit_hierarchy(
         return None, ""
     inputs.progress.begin_stage("variational fit")
     inputs.batched_gradients.precompile_large_pass(layout.num_effect_probes)
-    num_inits = int(np.clip(inputs.budget.num_inits, *_NUM_HIERARCHY_INITS))
-    num_inits = 1 if settings.has_init_params else num_inits
+    num_inits = (
+        1 if settings.has_init_params else min(_NUM_HIERARCHY_INITS, inputs.budget.num_inits)
+    )
     positions = find_finite_positions(inputs, init_positions, num_inits)
     pilot_inputs = replace(inputs, budget=inputs.budget.for_hierarchy())
 

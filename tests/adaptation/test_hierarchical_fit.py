@@ -13,7 +13,7 @@ from numpyro.infer import MCMC
 from scipy.optimize import minimize
 
 from numpyro_sgmcmc import SGHMCSplit, suggest_subsample_size
-from numpyro_sgmcmc.adaptation import hierarchical_fit, warmup
+from numpyro_sgmcmc.adaptation import hierarchical_fit
 from numpyro_sgmcmc.adaptation.effect_factors import (
     factorize_inverse_blocks,
     make_symmetric_factors,
@@ -216,20 +216,6 @@ def test_fit_with_many_rows_per_group_converges_from_afar(is_centred):
         # Its error is that of the mean of the groups' effects, 0.4 / sqrt(40).
         assert abs(mean - 0.3 - effects.mean()) < 0.02
         assert abs(log_scale - np.log(effects.std())) < 0.1
-
-
-def test_fits_start_at_several_positions_whatever_the_dimension(monkeypatch):
-    inputs = make_inputs(make_model(), make_data(), 100)
-    inputs = replace(inputs, budget=replace(inputs.budget, num_inits=1))  # of high dimension
-    positions = []
-    monkeypatch.setattr(
-        warmup,
-        "fit_hierarchy_from_each",
-        lambda inputs, layout, init_positions, start_compilation: positions.extend(init_positions),
-    )
-    rng = np.random.default_rng(0)
-    warmup._fit_hierarchy(inputs, (rng.standard_normal(inputs.potential.dim) for _ in range(9)))
-    assert len(positions) == 2
 
 
 def test_fits_are_compared_without_the_refinement(monkeypatch):
