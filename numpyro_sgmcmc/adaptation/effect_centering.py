@@ -155,6 +155,8 @@ def _find_exponents(
         for kind in kinds
     ]
     changes = units * np.stack(changes)
+    if not (np.isfinite(columns).all() and np.isfinite(changes).all()):  # LAPACK would raise
+        return np.zeros((layout.num_shared, len(kinds))), kinds
     exponents = np.linalg.lstsq(changes.T, columns.T, rcond=None)[0].T
     remainders = np.linalg.norm(columns - exponents @ changes, axis=1)
     is_scale = remainders < _MAX_REMAINDER * np.linalg.norm(columns, axis=1)
@@ -163,6 +165,7 @@ def _find_exponents(
 
 
 def _list_kinds(layout: BlockArrowLayout) -> np.ndarray:
+    """Return the second result of :func:`_find_exponents`."""
     kinds = []
     for columns, num_effects in layout.groupings:
         for j in range(num_effects):

@@ -447,6 +447,8 @@ def recenter_block_arrow(
     factor = factor.refit_shared(mean, scale)
     differences = preconditioner.reference_hessian.differences
     gradient, hessian = evaluate_block_arrow(inputs, layout, center)
+    if not (np.isfinite(gradient).all() and np.isfinite(hessian.blocks).all()):
+        return None
     coupling = _compute_coupling(hessian, factor.effect_factors, factor.has_strips)
     factor = replace(factor, coupling=coupling)
     if hessian.pairs is not None and np.linalg.norm(mean) > _REFACTOR_DISTANCE_SD:

@@ -206,3 +206,10 @@ def test_fits_of_nested_effects_are_near_the_marginal_mode(kind):
     for _ in range(3):
         fit = fit_hierarchy(inputs, layout, rng.uniform(-2.0, 2.0, layout.dim))
         assert np.abs((layout.take_shared(fit.center)[[0, 2]] - mode) / sds).max() < 0.6
+
+
+def test_center_without_finite_gradient_has_no_coordinates():
+    inputs, layout, fit = fit_near_data("non-centred")
+    # The exponential of the log scale of the districts overflows.
+    shift = np.linalg.solve(fit.factor.shared_factor, np.array([200.0, 0.0, 0.0]))
+    assert recenter_block_arrow(inputs, fit, shift, np.eye(layout.num_shared)) is None
