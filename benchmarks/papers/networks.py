@@ -273,7 +273,7 @@ def main() -> None:
         regressions(FULL["tables"] if asked.full else TABLES, 50, names)
     if asked.only != "regressions":
         size = FULL["images"] if asked.full else IMAGES
-        images(networks_data.fashion(), (784, 128, 10), size, "Fashion-MNIST")
+        images(networks_data.fashion(has_others=True), (784, 128, 10), size, "Fashion-MNIST")
 
 
 if __name__ == "__main__":

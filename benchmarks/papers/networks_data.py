@@ -73,22 +73,35 @@ def table(name: str, seed: int) -> Data:
     return Data(x, y, x_test, y_test, None, found.unit)
 
 
-def fashion(num: int | None = None, num_test: int | None = None) -> Data:
-    """Images of clothes, and of digits as others; pixels less their mean, of SD one over all.
+def fashion(
+    num: int | None = None,
+    side: int = SIDE,
+    folder: Path | None = None,
+    has_others: bool = False,
+) -> Data:
+    """Images of clothes; pixels less their mean, of SD one over all.
 
     :param num: images to learn from, the first ones. Default: all 60,000.
-    :param num_test: likewise to test on, of 10,000.
+    :param side: of an image in pixels, which are means of squares of those in the files.
+    :param folder: of the four files.
+    :param has_others: whether there are images of digits as others.
     """
-    folder = _folder()
+    folder = folder or _folder()
     x, y, x_test, y_test = (read(folder / name) for name in FILES)
-    x, x_test = (
-        v.reshape(len(v), -1)[:n] / np.float32(255) for v, n in ((x, num), (x_test, num_test))
-    )
-    digits = zhang2017_data.all_digits()[0] / np.float32(255)
-    center = x.mean(0)
-    unit = (x - center).std()
-    x, x_test, digits = ((v - center) / unit for v in (x, x_test, digits))
-    return Data(x, y[:num].astype(np.int32), x_test, y_test[:num_test].astype(np.int32), digits)
+    images = [x[:num], x_test, *([zhang2017_data.all_digits()[0]] if has_others else [])]
+    images = [_shrink(image, side) for image in images]
+    center = images[0].mean(0)
+    unit = (images[0] - center).std()
+    x, x_test, *others = ((v - center) / unit for v in images)
+    digits = others[0] if others else None
+    return Data(x, y[:num].astype(np.int32), x_test, y_test.astype(np.int32), digits)
+
+
+def _shrink(images: np.ndarray, side: int) -> np.ndarray:
+    """Pixels from 0 to 1, shape ``(n, side**2)``."""
+    fold = SIDE // side
+    squares = images.reshape(-1, side, fold, side, fold).astype(np.float32)
+    return squares.mean((2, 4)).reshape(-1, side**2) / np.float32(255)
 
 
 def made_up(num: int, seed: int = 0) -> Data:

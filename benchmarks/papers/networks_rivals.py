@@ -45,14 +45,15 @@ def train(task: Task, data: Data, how: Training, seed: int) -> dict[str, Array]:
     key = random.key(seed)
     start = task.from_prior(random.fold_in(key, 0))
     x, y = jnp.asarray(data.x), jnp.asarray(data.y)
-    static = how.epochs, min(how.batch, len(y)), how.dropout > 0.0
-    return _train(task, *static, start, key, x, y, how.rate, how.decay, how.dropout)
+    static = how.epochs, 0, min(how.batch, len(y)), how.dropout > 0.0
+    return train_from(task, *static, start, key, x, y, how.rate, how.decay, how.dropout)
 
 
-@partial(jax.jit, static_argnums=(0, 1, 2, 3))
-def _train(
-    task: Task,
+@partial(jax.jit, static_argnums=(0, 1, 2, 3, 4))
+def train_from(
+    task: Any,
     epochs: int,
+    averaged: int,
     batch: int,
     drops: bool,
     start: Any,
@@ -63,10 +64,18 @@ def _train(
     decay: Array,
     dropout: Array,
 ) -> Any:
+    """Weights by Adam from given ones.
+
+    :param task: only its ``loss`` is used.
+    :param averaged: passes at a tenth of the rate that follow the others, over whose steps the
+        weights are averaged.
+    """
     steps = len(y) // batch
+    descent = epochs * steps
+    rates = [optax.cosine_decay_schedule(1.0, descent), optax.constant_schedule(0.1)]
     optimizer = optax.chain(
         optax.scale_by_adam(),
-        optax.scale_by_schedule(optax.cosine_decay_schedule(1.0, epochs * steps)),
+        optax.scale_by_schedule(optax.join_schedules(rates, [descent])),
     )
 
     def loss(weights: Any, rows: Array, key: Array | None) -> Array:
@@ -74,22 +83,24 @@ def _train(
         return task.loss(weights, x[rows], y[rows], key, dropout) + decay * pull
 
     def step(carry: Any, xs: Any) -> tuple[Any, None]:
-        (weights, state), (rows, key) = carry, xs
+        (weights, mean, state, taken), (rows, key) = carry, xs
         slopes = jax.grad(loss)(weights, rows, key if drops else None)
         updates, state = optimizer.update(slopes, state)
-        return (
-            optax.apply_updates(weights, jax.tree.map(lambda u: -rate * u, updates)),
-            state,
-        ), None
+        weights = optax.apply_updates(weights, jax.tree.map(lambda u: -rate * u, updates))
+        if averaged:
+            share = 1.0 / jnp.maximum(taken - descent + 1, 1)
+            mean = optax.incremental_update(weights, mean, share)
+        return (weights, mean, state, taken + 1), None
 
     def epoch(carry: Any, key: Array) -> tuple[Any, None]:
         order_key, drop_key = random.split(key)
         order = random.permutation(order_key, len(y))[: steps * batch].reshape(steps, batch)
         return lax.scan(step, carry, (order, random.split(drop_key, steps)))
 
-    carry = start, optimizer.init(start)
-    (weights, _), _ = lax.scan(epoch, carry, random.split(random.fold_in(key, 1), epochs))
-    return weights
+    carry = start, start if averaged else None, optimizer.init(start), 0
+    keys = random.split(random.fold_in(key, 1), epochs + averaged)
+    (weights, mean, *_), _ = lax.scan(epoch, carry, keys)
+    return mean if averaged else weights
 
 
 Predict = Callable[[Any], Any]
