@@ -76,6 +76,9 @@ _INIT_STEP_BOUND = 0.7
 # next step relative to it.
 _MAX_DECREMENT_RATIO, _REJECTED_STEP_FACTOR = 1.5, 0.3
 _MAX_EFFECT_STEP_SD = 0.2  # RMS Newton step of the effects above which they take one more
+# RMS Newton step from which on effects are far from their means, and iterations with such effects
+# after which a fit ends: with crossed effects, steps from zero may not approach the means.
+_DISTANT_EFFECTS_SD, _MAX_DISTANT_ITERATIONS = 2.0, 12
 _REFRESH_DISTANCE = 1.0  # change of the shared parameters after which their coupling is refreshed
 _MIN_CURVATURE_RATIO = 1e-2  # of a secant over the model's, below which BFGS leaves it out
 # Of the Schur complement with unit diagonal of the corner, without and with effects whose groups
@@ -109,6 +112,10 @@ _NOT_FINITE, _NO_MODE = (
 
 class HierarchyFitError(Exception):
     """The effects of a hierarchy have no coordinates by group, for the reason in its text."""
+
+
+class HierarchyNotConvergedError(HierarchyFitError):
+    """The fit did not converge. From effects near their posterior means it may."""
 
 
 @dataclass(frozen=True)
@@ -161,23 +168,25 @@ def fit_hierarchy_from_each(
     layout: BlockArrowLayout,
     positions: Sequence[np.ndarray],
     start_compilation: Callable[[Preconditioner], None] = lambda fit: None,
+    has_effects: bool = False,
 ) -> Preconditioner:
     """Return the coordinates of :func:`fit_hierarchy` if its fits from initial positions agree.
 
     :param start_compilation: called with the coordinates before the other fits.
+    :param has_effects: see :func:`fit_hierarchy`.
     :raises HierarchyFitError: where no fit converges, and where two differ, because there are other
         modes.
     """
     remaining = iter(positions)
     # Fits are compared without the refinement, which moves many groups' scales by several SDs.
-    unrefined = first = _fit_first(inputs, layout, remaining)
+    unrefined = first = _fit_first(inputs, layout, remaining, has_effects)
     if not first.reference_hessian.pairs and layout.num_shared <= _MAX_TREND_SHARED:
         first = _refine_shared(inputs, layout, first)
     first = add_needed_differences(inputs, first)
     start_compilation(first)
     for position in remaining:
         try:
-            conditional, _ = _fit_marginal(inputs, layout, position, unrefined)
+            conditional, _ = _fit_marginal(inputs, layout, position, has_effects, unrefined)
         except HierarchyFitError:
             continue
         if _compute_distance(layout, unrefined, conditional.position) > _MAX_FIT_DISTANCE_SD:
@@ -186,32 +195,40 @@ def fit_hierarchy_from_each(
 
 
 def _fit_first(
-    inputs: WarmupInputs, layout: BlockArrowLayout, positions: Iterator[np.ndarray]
+    inputs: WarmupInputs,
+    layout: BlockArrowLayout,
+    positions: Iterator[np.ndarray],
+    has_effects: bool,
 ) -> Preconditioner:
-    """Return the first fit that converges, and leave the remaining positions in the iterator.
+    """Return the first fit that succeeds, and leave the remaining positions in the iterator.
 
-    Where none converges, because scales or correlations are extreme there, a further fit starts
-    at the origin of the unconstrained space.
+    Where none does, because scales or correlations are extreme there, a further fit starts at the
+    origin of the unconstrained space. Crossed effects with which no fit converges from zero are not
+    tried again from there.
     """
     error = HierarchyFitError("there is no initial position")
-    origin = () if inputs.settings.has_init_params else (np.zeros(layout.dim),)
+    origin = () if has_effects else (np.zeros(layout.dim),)
     for position in chain(positions, origin):
         try:
-            return fit_hierarchy(inputs, layout, position)
+            return fit_hierarchy(inputs, layout, position, has_effects)
         except HierarchyFitError as latest:
+            is_crossed = len(layout.groupings) > 1
+            if is_crossed and isinstance(latest, HierarchyNotConvergedError) and not has_effects:
+                raise
             error = latest
     raise error
 
 
 def fit_hierarchy(
-    inputs: WarmupInputs, layout: BlockArrowLayout, position: np.ndarray
+    inputs: WarmupInputs, layout: BlockArrowLayout, position: np.ndarray, has_effects: bool = False
 ) -> Preconditioner:
     """Return the coordinates of a fit from an initial position, with the Hessian at its mean.
 
+    :param has_effects: whether the fit starts at the position's effects, and not at zero.
     :raises HierarchyFitError: where the Hessian is no block-arrow matrix, and where the fit does
         not converge.
     """
-    return _build_preconditioner(inputs, layout, *_fit_marginal(inputs, layout, position))
+    return _build_preconditioner(inputs, layout, *_fit_marginal(inputs, layout, position, has_effects))
 
 
 def _compute_distance(layout: BlockArrowLayout, fit: Preconditioner, position: np.ndarray) -> float:
@@ -223,13 +240,15 @@ def _fit_marginal(
     inputs: WarmupInputs,
     layout: BlockArrowLayout,
     position: np.ndarray,
+    has_effects: bool,
     known: Preconditioner | None = None,
 ) -> tuple[_Conditional, np.ndarray]:
     """Return the effects at the mode of the marginal, and the covariance of shared parameters.
 
+    :param has_effects: see :func:`fit_hierarchy`.
     :param known: a fit, near which this one need not converge.
     """
-    if not inputs.settings.has_init_params:
+    if not has_effects:
         # Random effects of the initialisation strategy say nothing about their scale.
         no_effects = np.zeros((layout.effects_per_group, layout.num_groups))
         position = layout.merge(no_effects, layout.take_shared(position))
@@ -248,7 +267,7 @@ def _fit_marginal(
     linearisation = _linearise(inputs, layout, conditional.position, scaled)
     found = _find_mode(inputs, layout, linearisation, conditional, signs, known, _MAX_ITERATIONS)
     if found is None:
-        raise HierarchyFitError(f"the fit did not converge in {_MAX_ITERATIONS} iterations")
+        raise HierarchyNotConvergedError("the fit did not converge")
     if _is_nested(linearisation) and not _is_near(layout, known, found[0].position):
         linearisation = _linearise(inputs, layout, found[0].position, scaled, is_joint=True)
         conditional = _update_effects(inputs, layout, linearisation, found[0], signs, bound)
@@ -279,7 +298,7 @@ def _find_mode(
 
     :return: None where it does not converge.
     """
-    inverse_hessian, num_converged = linearisation.shared_covariance, 0
+    inverse_hessian, num_converged, num_distant = linearisation.shared_covariance, 0, 0
     distance, bound = 0.0, _INIT_STEP_BOUND
     gradient = linearisation.compute_marginal_gradient(layout, conditional.gradient)
     for _ in range(max_iterations):
@@ -295,8 +314,12 @@ def _find_mode(
             conditional = _update_effects(inputs, layout, linearisation, conditional, signs, bound)
             of_effects, _ = layout.split(conditional.gradient)
             remaining = np.einsum("abg,ag->bg", conditional.factors, of_effects)
-            if np.mean(np.square(remaining)) < _MAX_EFFECT_STEP_SD**2:
+            remaining_square = np.mean(np.square(remaining))
+            if remaining_square < _MAX_EFFECT_STEP_SD**2:
                 break
+        num_distant += int(not remaining_square < _DISTANT_EFFECTS_SD**2)
+        if num_distant == _MAX_DISTANT_ITERATIONS:
+            return None
         following = linearisation.compute_marginal_gradient(layout, conditional.gradient)
         if not np.isfinite(following).all():
             conditional, bound = previous, _REJECTED_STEP_FACTOR * min(bound, largest)

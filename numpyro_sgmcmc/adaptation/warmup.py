@@ -13,7 +13,7 @@ branch; nothing here runs under ``vmap`` or ``pmap``.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from itertools import tee
 
 import jax
@@ -26,7 +26,11 @@ from numpyro_sgmcmc.adaptation.gradient_noise import (
     measure_noise_covariance,
 )
 from numpyro_sgmcmc.adaptation.hessian_root import choose_hessian_root
-from numpyro_sgmcmc.adaptation.hierarchical_fit import HierarchyFitError, fit_hierarchy_from_each
+from numpyro_sgmcmc.adaptation.hierarchical_fit import (
+    HierarchyFitError,
+    HierarchyNotConvergedError,
+    fit_hierarchy_from_each,
+)
 from numpyro_sgmcmc.adaptation.influential import find_influential_rows, precompile_influential_rows
 from numpyro_sgmcmc.adaptation.initialisation import (
     check_finite_gradient,
@@ -85,7 +89,7 @@ from numpyro_sgmcmc.adaptation.warnings import (
 from numpyro_sgmcmc.data.subsampling import IIDSubsampling
 from numpyro_sgmcmc.dynamics.base import GradientNoiseCovariance
 from numpyro_sgmcmc.errors import ModelWarning, ModelWarningKind, warn_user
-from numpyro_sgmcmc.model.block_arrow import find_block_arrow_layout
+from numpyro_sgmcmc.model.block_arrow import BlockArrowLayout, find_block_arrow_layout
 from numpyro_sgmcmc.model.gradient_estimators import (
     GRADIENT_ESTIMATORS,
     GradientEstimator,
@@ -114,8 +118,21 @@ def warm_up_globals(inputs: WarmupInputs, init_positions: Iterable[np.ndarray]) 
     candidates = list_candidates(inputs)
     warn_slow_gradients(inputs)
     init_positions, hierarchy_positions = tee(init_positions)
-    hierarchy, hierarchy_note = _fit_hierarchy(inputs, hierarchy_positions)
-    if hierarchy is not None:
+    hierarchy, fits = _fit_hierarchy(inputs, hierarchy_positions), []
+    if hierarchy.fit is None:
+        precompile_mean_field(
+            inputs, 1 if settings.has_init_params else budget.num_whole_batch_inits
+        )
+        if budget.prior_fit_batch_size and not settings.has_init_params:
+            precompile_mean_field(inputs, budget.num_prior_inits, budget.prior_fit_batch_size)
+        if not hierarchy.may_converge:
+            _start_compilation(inputs, candidates)
+        positions, prior_positions = find_init_positions(inputs, init_positions)
+        inputs.progress.set_total(budget.max_gradient_evaluations)
+        inputs.progress.begin_stage("variational fit")
+        fits = fit_inits(inputs, positions, prior_positions)
+        hierarchy = _fit_hierarchy_from_means(inputs, hierarchy, fits)
+    if hierarchy.fit is not None:
         inputs = replace(
             inputs,
             budget=budget.for_hierarchy(),
@@ -125,15 +142,10 @@ def warm_up_globals(inputs: WarmupInputs, init_positions: Iterable[np.ndarray]) 
             # Noise of first order in each effect would bias the scales that many effects share.
             estimators = (MinibatchGradient(), SecondOrderControlVariate())
             candidates = replace(candidates, estimators=estimators)
-        fits = [MeanField(hierarchy.center, hierarchy.sds)]
+        fits = [MeanField(hierarchy.fit.center, hierarchy.fit.sds)]
         inputs = _include_influential_rows(inputs, fits[0], has_groups=True)
-        pilot = init_standard_pilot(inputs, hierarchy)
+        pilot = init_standard_pilot(inputs, hierarchy.fit)
     else:
-        _start_compilation(inputs, candidates)
-        positions, prior_positions = find_init_positions(inputs, init_positions)
-        inputs.progress.set_total(budget.max_gradient_evaluations)
-        inputs.progress.begin_stage("variational fit")
-        fits = fit_inits(inputs, positions, prior_positions)
         inputs = _include_influential_rows(inputs, fits[0])
         preconditioner = build_preconditioner_from_fit(inputs, fits[0])
         if not preconditioner.is_finite():
@@ -175,59 +187,89 @@ def warm_up_globals(inputs: WarmupInputs, init_positions: Iterable[np.ndarray]) 
     adaptation = _combine_modes(main, others)
     assert adaptation.trace is not None
     return adaptation._replace(
-        trace=adaptation.trace._replace(hierarchy_note=hierarchy_note),
+        trace=adaptation.trace._replace(hierarchy_note=hierarchy.note),
         model_warnings=model_warnings,
         included_rows=inputs.included_rows,
         integrator=inputs.settings.integrator,
     )
 
 
-def _fit_hierarchy(
-    inputs: WarmupInputs, init_positions: Iterable[np.ndarray]
-) -> tuple[Preconditioner | None, str]:
-    """Return coordinates of a hierarchical model with effects of many groups, or None.
+@dataclass(frozen=True)
+class _HierarchyFit:
+    """Coordinates of a model with effects of many groups.
 
-    :return: the coordinates, and a sentence that says why the model's groups have none.
+    - **fit** - the coordinates, or None.
+    - **note** - a sentence that says why the model's groups have no blocks, or empty.
+    - **layout** - that of the effects, or None where the model has no such effects.
+    - **may_converge** - whether a fit that starts nearer to the posterior means may succeed.
     """
+
+    fit: Preconditioner | None = None
+    note: str = ""
+    layout: BlockArrowLayout | None = None
+    may_converge: bool = False
+
+
+def _fit_hierarchy(inputs: WarmupInputs, init_positions: Iterable[np.ndarray]) -> _HierarchyFit:
+    """Fit a hierarchical model with effects of many groups from initial positions."""
     potential, settings = inputs.potential, inputs.settings
     has_one_plate = len(potential.plates) == 1
     # Rows of other processes cannot be gathered one by one.
     has_one_plate &= potential.shards is None or jax.process_count() == 1
     if potential.dim < _MIN_HIERARCHY_DIM:
-        return None, ""
+        return _HierarchyFit()
     are_coordinates_free = settings.inverse_mass_matrix is None and not settings.is_site_aligned
     if not (has_one_plate and are_coordinates_free) or settings.is_dense:
-        return None, ""
+        return _HierarchyFit()
     if potential.is_stochastic or potential.local_latents is not None or settings.init_in_modes:
-        return None, ""
+        return _HierarchyFit()
     layout = find_block_arrow_layout(potential, inputs.arguments)
     if layout is None:
-        return None, ""
+        return _HierarchyFit()
     inputs.progress.begin_stage("variational fit")
     inputs.batched_gradients.precompile_large_pass(layout.num_effect_probes)
     num_inits = (
         1 if settings.has_init_params else min(_NUM_HIERARCHY_INITS, inputs.budget.num_inits)
     )
     positions = find_finite_positions(inputs, init_positions, num_inits)
+    return _fit_hierarchy_at(inputs, layout, positions, settings.has_init_params)
+
+
+def _fit_hierarchy_from_means(
+    inputs: WarmupInputs, hierarchy: _HierarchyFit, fits: Sequence[MeanField]
+) -> _HierarchyFit:
+    """Fit a hierarchical model from means of mean-field fits, if it did not converge before."""
+    if hierarchy.layout is None or not hierarchy.may_converge:
+        return hierarchy
+    means = [fit.mean for fit in fits[:_NUM_HIERARCHY_INITS]]
+    return _fit_hierarchy_at(inputs, hierarchy.layout, means, has_effects=True)
+
+
+def _fit_hierarchy_at(
+    inputs: WarmupInputs,
+    layout: BlockArrowLayout,
+    positions: Sequence[np.ndarray],
+    has_effects: bool,
+) -> _HierarchyFit:
+    """Fit a hierarchical model from positions, whose effects count if ``has_effects``."""
     pilot_inputs = replace(inputs, budget=inputs.budget.for_hierarchy())
 
     def start_compilation(fit: Preconditioner) -> None:
         if _can_include_rows(inputs):
-            precompile_influential_rows(potential, inputs.arguments, has_groups=True)
+            precompile_influential_rows(inputs.potential, inputs.arguments, has_groups=True)
         precompile_pilot(pilot_inputs, fit)
 
     try:
-        return fit_hierarchy_from_each(inputs, layout, positions, start_compilation), ""
+        fit = fit_hierarchy_from_each(inputs, layout, positions, start_compilation, has_effects)
     except HierarchyFitError as error:
-        return None, f"The effects of {layout.num_groups:,} groups have no blocks: {error}."
+        note = f"The effects of {layout.num_groups:,} groups have no blocks: {error}."
+        may_converge = isinstance(error, HierarchyNotConvergedError) and not has_effects
+        return _HierarchyFit(None, note, layout, may_converge)
+    return _HierarchyFit(fit, "", layout)
 
 
 def _start_compilation(inputs: WarmupInputs, candidates: Candidates) -> None:
-    """Start to compile the functions of the first stages, while initial positions are found."""
-    budget, has_init_params = inputs.budget, inputs.settings.has_init_params
-    precompile_mean_field(inputs, 1 if has_init_params else budget.num_whole_batch_inits)
-    if budget.prior_fit_batch_size and not has_init_params:
-        precompile_mean_field(inputs, budget.num_prior_inits, budget.prior_fit_batch_size)
+    """Start to compile the functions of the stages after the mean-field fits."""
     precompile_pilot(inputs)
     if _can_include_rows(inputs):
         precompile_influential_rows(inputs.potential, inputs.arguments)
