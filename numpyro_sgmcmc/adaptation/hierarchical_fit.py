@@ -78,7 +78,7 @@ _MAX_DECREMENT_RATIO, _REJECTED_STEP_FACTOR = 1.5, 0.3
 _MAX_EFFECT_STEP_SD = 0.2  # RMS Newton step of the effects above which they take one more
 # RMS Newton step from which on effects are far from their means, and iterations with such effects
 # after which a fit ends: with crossed effects, steps from zero may not approach the means.
-_DISTANT_EFFECTS_SD, _MAX_DISTANT_ITERATIONS = 2.0, 12
+_DISTANT_EFFECTS_SD, _MAX_DISTANT_ITERATIONS = 1.0, 12
 _REFRESH_DISTANCE = 1.0  # change of the shared parameters after which their coupling is refreshed
 _MIN_CURVATURE_RATIO = 1e-2  # of a secant over the model's, below which BFGS leaves it out
 # Of the Schur complement with unit diagonal of the corner, without and with effects whose groups
@@ -317,7 +317,8 @@ def _find_mode(
             remaining_square = np.mean(np.square(remaining))
             if remaining_square < _MAX_EFFECT_STEP_SD**2:
                 break
-        num_distant += int(not remaining_square < _DISTANT_EFFECTS_SD**2)
+        are_distant = not remaining_square < _DISTANT_EFFECTS_SD**2
+        num_distant += are_distant
         if num_distant == _MAX_DISTANT_ITERATIONS:
             return None
         following = linearisation.compute_marginal_gradient(layout, conditional.gradient)
@@ -347,7 +348,8 @@ def _find_mode(
             inverse_hessian, distance = linearisation.shared_covariance, 0.0
             gradient = linearisation.compute_marginal_gradient(layout, conditional.gradient)
         decrement = _compute_decrement(inverse_hessian, gradient)
-        num_converged = num_converged + 1 if decrement < _CONVERGED_DECREMENT else 0
+        is_converged = decrement < _CONVERGED_DECREMENT and not are_distant
+        num_converged = num_converged + 1 if is_converged else 0
         is_near = decrement < _NEAR_DECREMENT and _is_near(layout, known, conditional.position)
         if is_near or num_converged == _NUM_CONVERGED:
             return conditional, inverse_hessian

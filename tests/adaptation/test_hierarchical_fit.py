@@ -20,12 +20,14 @@ from numpyro_sgmcmc.adaptation.effect_factors import (
 )
 from numpyro_sgmcmc.adaptation.hierarchical_fit import (
     HierarchyFitError,
+    HierarchyNotConvergedError,
     evaluate_block_arrow,
     fit_hierarchy,
     fit_hierarchy_from_each,
     recenter_block_arrow,
 )
-from numpyro_sgmcmc.model.block_arrow import find_block_arrow_layout
+from numpyro_sgmcmc.adaptation.warmup import warm_up_globals
+from numpyro_sgmcmc.model.block_arrow import BlockArrowFactor, find_block_arrow_layout
 from tests.adaptation.inputs import make_inputs
 
 GROUPS, ROWS_PER_GROUP = 200, 4
@@ -244,9 +246,42 @@ def test_fits_that_differ_are_left_out():
     nowhere = np.full(inputs.potential.dim, np.nan)
     fit_hierarchy_from_each(inputs, layout, [nowhere, positive])
     fit_hierarchy_from_each(inputs, layout, [nowhere])  # from the origin
-    given = replace(inputs, settings=replace(inputs.settings, has_init_params=True))
     with pytest.raises(HierarchyFitError, match="not finite"):
-        fit_hierarchy_from_each(given, layout, [nowhere])
+        fit_hierarchy_from_each(inputs, layout, [nowhere], has_effects=True)
+
+
+def test_crossed_effects_start_at_mean_field_fits_where_no_fit_from_zero_converges():
+    """Item responses: products of slopes and abilities have saddle points at zero."""
+    num_persons, num_items = 200, 30
+
+    def model(person, item, y, batch_size=None):
+        with numpyro.plate("persons", num_persons):
+            ability = numpyro.sample("ability", dist.Normal(0, 1))
+        scale = numpyro.sample("scale", dist.HalfNormal(2))
+        with numpyro.plate("items", num_items):
+            difficulty = numpyro.sample("difficulty", dist.Normal(0, scale))
+            slope = numpyro.sample("slope", dist.LogNormal(0, 0.5))
+        with numpyro.plate("rows", len(y), subsample_size=batch_size) as i:
+            logits = slope[item[i]] * (ability[person[i]] - difficulty[item[i]])
+            numpyro.sample("y", dist.Bernoulli(logits=logits), obs=y[i])
+
+    rng = np.random.default_rng(25)
+    order = rng.permutation(num_persons * num_items)
+    person, item = order // num_items, order % num_items
+    ability, difficulty = rng.standard_normal(num_persons), 0.2 + rng.standard_normal(num_items)
+    slope = np.exp(0.3 * rng.standard_normal(num_items))
+    y = rng.random(len(order)) < 1 / (1 + np.exp(slope[item] * (difficulty[item] - ability[person])))
+    args = tuple(jnp.asarray(x, int) for x in (person, item, y))
+    inputs = make_inputs(model, args, 500)
+    layout = find_block_arrow_layout(inputs.potential, inputs.arguments)
+    position = rng.uniform(-2, 2, layout.dim)
+    with pytest.raises(HierarchyNotConvergedError):
+        fit_hierarchy_from_each(inputs, layout, [position])
+    adaptation = warm_up_globals(inputs, (rng.uniform(-2, 2, layout.dim) for _ in range(100)))
+    assert adaptation.trace.hierarchy_note == ""
+    assert isinstance(adaptation.preconditioner.factor, BlockArrowFactor)
+    _, shared = layout.split(adaptation.preconditioner.center)
+    assert abs(shared[0] - np.log(difficulty.std())) < 0.5
 
 
 def correlated_model(group, x, y, batch_size=None):
