@@ -228,7 +228,8 @@ def fit_hierarchy(
     :raises HierarchyFitError: where the Hessian is no block-arrow matrix, and where the fit does
         not converge.
     """
-    return _build_preconditioner(inputs, layout, *_fit_marginal(inputs, layout, position, has_effects))
+    found = _fit_marginal(inputs, layout, position, has_effects)
+    return _build_preconditioner(inputs, layout, *found)
 
 
 def _compute_distance(layout: BlockArrowLayout, fit: Preconditioner, position: np.ndarray) -> float:
@@ -318,7 +319,7 @@ def _find_mode(
             if remaining_square < _MAX_EFFECT_STEP_SD**2:
                 break
         are_distant = not remaining_square < _DISTANT_EFFECTS_SD**2
-        num_distant += are_distant
+        num_distant += are_distant and linearisation.correlation is not None
         if num_distant == _MAX_DISTANT_ITERATIONS:
             return None
         following = linearisation.compute_marginal_gradient(layout, conditional.gradient)

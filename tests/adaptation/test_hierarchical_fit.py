@@ -1,7 +1,5 @@
 """The fit of a hierarchy has the marginal mode and curvature of its shared parameters."""
 
-from dataclasses import replace
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -270,7 +268,8 @@ def test_crossed_effects_start_at_mean_field_fits_where_no_fit_from_zero_converg
     person, item = order // num_items, order % num_items
     ability, difficulty = rng.standard_normal(num_persons), 0.2 + rng.standard_normal(num_items)
     slope = np.exp(0.3 * rng.standard_normal(num_items))
-    y = rng.random(len(order)) < 1 / (1 + np.exp(slope[item] * (difficulty[item] - ability[person])))
+    logits = slope[item] * (ability[person] - difficulty[item])
+    y = rng.random(len(order)) < 1 / (1 + np.exp(-logits))
     args = tuple(jnp.asarray(x, int) for x in (person, item, y))
     inputs = make_inputs(model, args, 500)
     layout = find_block_arrow_layout(inputs.potential, inputs.arguments)
