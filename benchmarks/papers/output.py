@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import importlib.util
 import platform
 import sys
 from collections.abc import Iterable, Sequence
@@ -10,17 +11,21 @@ from pathlib import Path
 from typing import Any
 
 import jax
-import matplotlib as mpl
 
-mpl.use("Agg")
+for parent in Path(__file__).parents[1:3]:
+    sys.path.insert(0, str(parent))
 
-import matplotlib.pyplot as plt
+import results  # noqa: E402 (benchmarks/results.py)
 
 DOCS = Path(__file__).parents[2] / "docs"
 FIGURES = DOCS / "papers"
 
-plt.style.use(DOCS / "figures/style.mplstyle")
-sys.path.insert(0, str(Path(__file__).parents[2]))
+if importlib.util.find_spec("matplotlib"):  # experiments that print tables alone do not need it
+    import matplotlib as mpl
+    import matplotlib.pyplot as plt
+
+    mpl.use("Agg")
+    plt.style.use(DOCS / "figures/style.mplstyle")
 
 
 def arguments(description: str | None, *others: str) -> argparse.Namespace:
@@ -43,8 +48,11 @@ def print_title(title: str) -> None:
 
 
 def print_table(caption: str, header: Sequence[Any], rows: Iterable[Sequence[Any]]) -> None:
-    """A table in Markdown, columns as wide as their widest cell."""
+    """A table in Markdown, columns as wide as their widest cell; see also :mod:`results`."""
     cells = [[str(c) for c in row] for row in (header, *rows)]
+    results.begin(caption)
+    for row in cells:
+        results.add(row)
     widths = [max(len(row[i]) for row in cells) for i in range(len(header))]
     cells.insert(1, ["-" * w for w in widths])
     print(f"\n{caption}\n")

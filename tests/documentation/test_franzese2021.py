@@ -21,7 +21,8 @@ sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks" / "papers"))
 import franzese2021_network as network_of_one_layer
 from franzese2021_chains import draws
 from franzese2021_data import Split, Table, make_model, network, split
-from franzese2021_tables import Size, measure, scores
+from franzese2021_tables import KERNELS, Size, measure, scores
+from parts import Parts
 
 ROWS, VARIANCE = 60, 0.2
 RNG = np.random.default_rng(0)
@@ -108,14 +109,26 @@ def test_a_split_is_standardised_by_the_rows_to_learn_from():
 def test_tables_at_toy_size():
     y = RNG.integers(0, 2, 60)
     table = Table(RNG.standard_normal((60, 3)) + 4.0 * y[:, None], y, 50, None)
-    found = measure(table, Size(1, 20, 0.02, 20, 10))
-    assert {name: s[0].error for name, s in found.items()} == {"SHMC": 1.0, "SGHMC": 1.0}
+    size = Size(1, 20, 0.02, 20, 10)
+    assert [measure(table, size, kernel, 0).error for kernel in KERNELS] == [1.0, 1.0]
 
 
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:.*plot")
-def test_the_experiment_on_one_layer_at_toy_size(monkeypatch, capsys):
-    table = Table(np.asarray(RNG.standard_normal((506, 13))), RNG.standard_normal(506), 455, 0.2)
+def test_the_experiment_on_one_layer_at_toy_size(monkeypatch, capsys, tmp_path):
+    table = Table(np.asarray(RNG.standard_normal((106, 8))), RNG.standard_normal(106), 95, 0.2)
     monkeypatch.setattr(network_of_one_layer, "load", lambda name: table)
-    network_of_one_layer.experiment(network_of_one_layer.QUICK)
-    assert capsys.readouterr().out.count("| h = 0.04") == 6
+    what, size = ("starts", "library", "integrator", "friction"), network_of_one_layer.QUICK
+
+    def run(what, *, is_join):
+        parts = Parts(tmp_path, "toy", is_join)
+        network_of_one_layer.experiment("Boston", size, 0, parts, what)
+        return capsys.readouterr().out
+
+    assert "| h = 0.04" not in run(what, is_join=True)
+    assert run(what[:2], is_join=False).count("SHMC by MCMC") == 1
+    printed = run(what, is_join=False)
+    assert printed.count("| h = 0.04") == 4
+    joined = run(what, is_join=True)
+    assert joined.count("| h = 0.04") == 4
+    assert all(line in printed for line in joined.splitlines() if line.startswith("|"))
