@@ -27,6 +27,7 @@ from franzese2021_data import load, make_model, network, split
 from jax import Array, random
 from numpyro.infer import MCMC, NUTS, init_to_sample
 from parts import Parts, arguments
+from standard_errors import Mean
 
 from numpyro_sgmcmc import SHMC
 from numpyro_sgmcmc.data.arguments import Arguments
@@ -240,8 +241,8 @@ VARIED: dict[str, dict[str, dict[str, Any]]] = {
 WHAT, ROWS = (*RUNS, "library", *VARIED), (str(BATCH), "all")
 VALUES = tuple(dict.fromkeys(itertools.chain(*VARIED.values())))
 DISTANCE = (
-    f"mean Kolmogorov distance of {NUM_DRAWS} draws' predictions to those of NUTS (and the ratio of "
-    "their SDs)"
+    f"mean Kolmogorov distance of {NUM_DRAWS} draws' predictions to those of NUTS (and the ratio "
+    "of their SDs)"
 )
 HEADS = {
     "integrator": "Figure 8, C = 5",  # the paper: with minibatches all integrators are equal
