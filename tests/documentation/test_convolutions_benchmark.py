@@ -31,9 +31,9 @@ def logits_by_convolution(w):
         f = lax.conv_general_dilated(
             f, kernel, (1, 1), "SAME", dimension_numbers=("NHWC", "HWIO", "NHWC")
         )
-        f = jnp.logaddexp(f + w[f"b{layer}"], 0.0)
+        f = jnp.logaddexp(f + w[f"b{layer}"], 0.0) - np.log(2.0)
         f = lax.reduce_window(f, 0.0, lax.add, (1, 2, 2, 1), (1, 2, 2, 1), "VALID") / 4
-    f = jnp.logaddexp(f.reshape(5, -1) @ w["w2"] + w["b2"], 0.0)
+    f = jnp.logaddexp(f.reshape(5, -1) @ w["w2"] + w["b2"], 0.0) - np.log(2.0)
     return f @ w["w3"] + w["b3"]
 
 
