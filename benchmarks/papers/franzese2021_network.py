@@ -16,7 +16,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Sequence
 from functools import cached_property, partial
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -84,10 +84,6 @@ class Cell(NamedTuple):
         if not np.isfinite(self.distance):
             return "diverges"
         return f"{self.distance:.3f} ({self.width:.2f})"
-
-
-Curves: TypeAlias = dict[Any, list[Cell]]
-"""A cell for each step size, by integrator, length or friction."""
 
 
 def predictions(weights: Any, x: Array) -> Array:
@@ -165,41 +161,38 @@ class Oracle:
         return Cell(self._distance(ours), width)
 
 
-def curve(
+def measure(
     oracle: Oracle,
     size: Size,
-    batch_size: int,
-    step_sizes: Sequence[float],
+    target: Potential,
+    arguments: Arguments,
+    h: float,
     seed: int,
     from_prior: bool = False,
     **setting: Any,
-) -> list[Cell]:
-    """One setting at all step sizes.
+) -> Cell:
+    """Return the distance of one setting at one step size.
 
     :param from_prior: whether chains start at draws from the prior, as the paper's do.
     """
-    target, arguments = oracle.target(batch_size)
     keys = random.split(random.key(seed), size.chains)
     starts = oracle.positions(size.chains)
     if from_prior:
         starts = jax.vmap(lambda key: target.sample_init_position(key, arguments))(keys)
-    found = []
-    for h in step_sizes:
-        weights = draws(
-            target,
-            arguments,
-            setting.get("integrator", "leapfrog"),
-            keys[0],
-            starts,
-            h,
-            friction=setting.get("friction", 5.0),
-            num_leapfrog=setting.get("num_leapfrog"),
-            num_draws=NUM_DRAWS // size.chains,
-            burn_in=size.burn_in,
-            apart=size.apart,
-        )
-        found.append(oracle.judge(weights))
-    return found
+    weights = draws(
+        target,
+        arguments,
+        setting.get("integrator", "leapfrog"),
+        keys[0],
+        starts,
+        h,
+        friction=setting.get("friction", 5.0),
+        num_leapfrog=setting.get("num_leapfrog"),
+        num_draws=NUM_DRAWS // size.chains,
+        burn_in=size.burn_in,
+        apart=size.apart,
+    )
+    return oracle.judge(weights)
 
 
 def library(oracle: Oracle, size: Size, h: float) -> Cell:
@@ -290,13 +283,18 @@ def experiment(
         is_all = batch == "all"
         batch_size = len(oracle.data.y) if is_all else int(batch)
         step_sizes = size.step_sizes[: size.num_full] if is_all else size.step_sizes
+        target = oracle.target(batch_size)
         lines = []
         for i, (value, setting) in enumerate(VARIED[varied].items()):
-            one = partial(curve, oracle, size, batch_size, step_sizes, seed=i, **setting)
-            is_chosen = i < size.values and value in values
-            cells = is_chosen and parts.get(f"{where}-{varied}-{value}-{batch}", one)
-            if cells:
-                lines.append((value, *(Cell(*cell) for cell in cells)))
+            if i >= size.values or value not in values:
+                continue
+            cells = []
+            for h in step_sizes:
+                one = partial(measure, oracle, size, *target, h, i, **setting)
+                cell = parts.get(f"{where}-{varied}-{value}-{batch}-{h:g}", one)
+                cells.append(Cell(*cell) if cell else "-")
+            if set(cells) != {"-"}:
+                lines.append((value, *cells))
         if lines:
             output.print_table(
                 f"{HEADS[varied]}. {name}, split {seed}, {batch} rows: {DISTANCE}",
