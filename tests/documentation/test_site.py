@@ -18,7 +18,8 @@ FROM_ELSEWHERE = """
 performance.getEntriesByType('resource').map(e => e.name).filter(n => !n.startsWith('file:'))
 """
 RAW_MATHS = (
-    r"[...document.querySelectorAll('math')].filter(m => m.textContent.includes('\\')).length"
+    r"[...document.querySelectorAll('math')].filter(m => m.textContent.includes('\\') "
+    "|| [...m.querySelectorAll('mi')].some(e => e.textContent == '~')).length"
 )
 SEARCH_IS_DONE = """
 /found|match/.test((document.querySelector('#search-results .search-summary') || {}).textContent)
