@@ -5,11 +5,12 @@ import re
 from docutils import nodes
 from latex2mathml.converter import convert
 
-# The spaces of TeX, which `convert` leaves out: around a relation, none around a slash, and none after
-# the minus of a negative number.
+# Spaces as in TeX: around a relation, none around a slash, none after the minus of a negative number,
+# and after a logarithm without parentheses.
 SPACES = {
     "<mi>&#x0007E;</mi>": "<mo>&#x0223C;</mo>",
     "<mo>&#x0002F;</mo>": '<mo lspace="0" rspace="0">&#x0002F;</mo>',
+    r"<mi>log</mi>(?!<mo[^>]*>&#x00028;)": r'<mi>log</mi><mspace width="0.17em" />',
     r"(<mo[^>]*>&#x000(?:28|3D|5B);</mo>)<mo>&#x02212;</mo>": r'\1<mo form="prefix">&#x02212;</mo>',
 }
 
