@@ -5,8 +5,8 @@ import re
 from docutils import nodes
 from latex2mathml.converter import convert
 
-# Spaces as in TeX: around a relation, none around a slash, none after the minus of a negative number,
-# and after a logarithm without parentheses.
+# Spaces as in TeX: around a relation, none around a slash, none after the minus of a negative
+# number, and after a logarithm without parentheses.
 SPACES = {
     "<mi>&#x0007E;</mi>": "<mo>&#x0223C;</mo>",
     "<mo>&#x0002F;</mo>": '<mo lspace="0" rspace="0">&#x0002F;</mo>',
