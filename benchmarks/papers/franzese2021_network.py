@@ -154,7 +154,7 @@ class Oracle:
 
     def judge(self, weights: dict[str, np.ndarray]) -> Cell:
         ours = np.asarray(predictions(weights, self.data.x_test))
-        with np.errstate(over="ignore", invalid="ignore"):
+        with np.errstate(over="ignore", invalid="ignore", divide="ignore"):
             width = float((ours.std(0) / self._reference_predictions.std(0)).mean())
         if not (np.isfinite(ours).all() and width < EXPLODED):
             return Cell(np.inf, np.inf)
