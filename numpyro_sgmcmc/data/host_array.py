@@ -542,7 +542,7 @@ def _describe_rows(indices: np.ndarray) -> str:
         return f"row {indices[0]}"
     if indices.size <= 5:
         return "rows " + ", ".join(map(str, indices))
-    return f"{indices.size} rows between {indices.min()} and {indices.max()}"
+    return f"rows at {indices.size:,} indices between {indices.min()} and {indices.max()}"
 
 
 def _source_name(source: Any) -> str:

@@ -32,7 +32,8 @@ from numpyro_sgmcmc.sampling.site_moments import CollectedSites, SiteMoments
 
 
 class SGMCMCState(NamedTuple):
-    """
+    """State of a chain between iterations, a named tuple of these fields.
+
     - **i** - iteration, counted from the first of the warm-up.
     - **z** - dict of the unconstrained values of the latent sites.
     - **dynamics_state** - state of the SDE in preconditioned coordinates: position, momentum, ...
