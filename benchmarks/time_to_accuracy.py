@@ -681,7 +681,11 @@ def measure(pairs: Sequence[Pair], options: argparse.Namespace) -> list[Record]:
 def _find_budget(pair: Pair, records: Sequence[Record], ratio: float) -> float:
     if pair.method == _OURS:
         return _MAX_CPU_SECONDS
-    ours = (r["result"] for r in records if r["pair"] == [*pair[:2], _OURS] and r["result"])
+    ours = (
+        r["result"]
+        for r in records
+        if tuple(r["pair"]) == (*pair[:2], _OURS) and r["result"] is not None
+    )
     return max(_MIN_CPU_SECONDS, *(ratio * result["cpu_seconds"] for result in ours), 0.0)
 
 

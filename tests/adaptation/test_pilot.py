@@ -2,6 +2,7 @@
 
 from dataclasses import replace
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -62,8 +63,14 @@ class RecordingReporter(ProgressReporter):
         self.amounts.append(work)
 
 
-@pytest.mark.parametrize(("max_normals", "steps_per_call"), [(2**25, 100), (20_000, 20), (1, 5)])
-def test_run_pilot_limited_normals_per_call_samples_standard_normal(max_normals, steps_per_call):
+@pytest.mark.parametrize(
+    ("max_normals", "steps_per_call", "backend"),
+    [(2**25, 100, "cpu"), (20_000, 20, "cpu"), (1, 5, "cpu"), (2**25, 100, "gpu")],
+)
+def test_run_pilot_limited_normals_per_call_samples_standard_normal(
+    max_normals, steps_per_call, backend, monkeypatch
+):
+    monkeypatch.setattr(jax, "default_backend", lambda: backend)  # which draws the normals
     progress = RecordingReporter()
     inputs = make_function_inputs(DIM, progress=progress)
     pilot = make_pilot(inputs.rng.standard_normal((NUM_CHAINS, DIM)))
