@@ -13,9 +13,10 @@ from dataclasses import replace
 import numpy as np
 
 from numpyro_sgmcmc.adaptation.batched_gradients import BulkPositions
+from numpyro_sgmcmc.adaptation.effect_correlation import sum_row_couplings
 from numpyro_sgmcmc.adaptation.gradient_noise import measure_shared_noise
 from numpyro_sgmcmc.adaptation.settings import WarmupInputs
-from numpyro_sgmcmc.model.block_arrow import BlockArrowMatrix, BlockDifferences
+from numpyro_sgmcmc.model.block_arrow import BlockArrowMatrix, BlockDifferences, GroupPairs
 from numpyro_sgmcmc.model.gradient_estimators import SecondOrderControlVariate
 from numpyro_sgmcmc.model.preconditioner import Preconditioner
 
@@ -33,8 +34,6 @@ def add_needed_differences(inputs: WarmupInputs, fit: Preconditioner) -> Precond
         return fit
     rng = np.random.default_rng(3)  # so that other random numbers of the warm-up do not change
     layout, hessian = fit.factor.layout, fit.reference_hessian
-    if hessian.pairs is not None:  # whose differences the blocks do not have
-        return fit
     bulk = BulkPositions(
         inputs.batched_gradients, fit, rng.standard_normal((_NUM_POSITIONS, potential.dim))
     )
@@ -70,25 +69,44 @@ def add_differences(
     :param fit: with the center of the differences.
     :param columns: these parameters.
     :param steps: along each of them, in the units of the position.
+    :return: without differences where not the same pairs of groups are coupled at all points.
     """
     layout, dtype = hessian.layout, inputs.potential.dtype
     probes = layout.make_probes(with_shared=False)
     coordinates = layout.take_shared(np.arange(layout.dim))[list(columns)]
-    values = []
+    values, pairs = [], []
     for coordinate, step in zip(coordinates, steps.astype(dtype), strict=True):
         # In the precision of the chains, whose minibatches have the same differences.
         x = np.zeros((2, layout.dim))
         x[:, coordinate] = step, -step
         points = (fit.center + fit.expansion_to_displacement(x)).astype(dtype)
         _, products = inputs.batched_gradients.large_pass_products(points, probes)
-        blocks = []
+        blocks, pairs_at_points = [], []
         for at_point, total, point in zip(x, products, points, strict=True):
             _, of_prior = inputs.batched_gradients.prior_products(point, probes)
-            blocks.append(layout.make_blocks(total - of_prior))
+            scales = np.ones((layout.effects_per_group, layout.num_groups))
             if fit.centering is not None:
                 scales = fit.centering.scale_effects(layout.take_shared(at_point))
-                blocks[-1] *= scales[:, None] * scales
+            blocks.append(layout.make_blocks(total - of_prior) * scales[:, None] * scales)
+            if hessian.pairs is not None:
+                arguments = inputs.batched_gradients.arguments
+                found = sum_row_couplings(inputs.potential, arguments, layout, point)
+                pairs_at_points.append(None if found is None else found.rescale(scales))
         above, below = blocks
         values.append((above - below) / (2.0 * step))
-    differences = BlockDifferences(np.stack(values), steps, columns)
+        if hessian.pairs is not None:
+            above, below = pairs_at_points
+            if not _have_same_groups(above, below):
+                return replace(hessian, differences=None)
+            pairs.append(replace(above, values=(above.values - below.values) / (2.0 * step)))
+    differences = BlockDifferences(np.stack(values), steps, columns, tuple(pairs))
     return replace(hessian, differences=differences)
+
+
+def _have_same_groups(first: GroupPairs | None, second: GroupPairs | None) -> bool:
+    """Return whether blocks at two points are of the same pairs of groups."""
+    if first is None or second is None:
+        return False
+    return np.array_equal(first.sources, second.sources) and np.array_equal(
+        first.targets, second.targets
+    )

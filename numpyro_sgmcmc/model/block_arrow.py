@@ -373,7 +373,11 @@ class SharedStrips:
         return sums.reshape(*sums.shape[:-2], len(one_hot)) @ one_hot
 
 
-@partial(jax.tree_util.register_dataclass, data_fields=["values", "steps"], meta_fields=["columns"])
+@partial(
+    jax.tree_util.register_dataclass,
+    data_fields=["values", "steps", "pairs"],
+    meta_fields=["columns"],
+)
 @dataclass(frozen=True)
 class BlockDifferences:
     r"""Central difference quotients of the blocks along some shared parameters.
@@ -389,6 +393,7 @@ class BlockDifferences:
     values: Any  # shape `(c, k, k, G)`
     steps: Any  # of each shared parameter, to either side, shape `(c,)`
     columns: tuple[int, ...]  # these parameters, by their number
+    pairs: tuple[GroupPairs, ...] = ()  # of each shared parameter, with several groupings
 
 
 @partial(_register, data_fields=["blocks", "strips", "corner", "pairs", "differences"])
@@ -422,8 +427,10 @@ class BlockArrowMatrix:
         of_effects, of_shared = self._multiply(effects, shared)
         if self.differences is None or self.differences.values is None:
             return self.layout.merge(of_effects, of_shared)
-        for column, blocks in zip(self.differences.columns, self.differences.values, strict=True):
+        columns, pairs = self.differences.columns, self.differences.pairs
+        for i, (column, blocks) in enumerate(zip(columns, self.differences.values, strict=True)):
             product = _multiply(blocks, effects)
+            product = product + pairs[i].multiply(effects) if pairs else product
             of_effects = of_effects + shared[..., column, None, None] * product
             work = _sum_terms(lambda a, b: (a * b).sum(-2), product, effects)
             of_shared = of_shared.at[..., column].add(work / 2.0)
@@ -451,7 +458,7 @@ class BlockArrowMatrix:
 
     def without_values(self) -> BlockArrowMatrix:
         """Return the structure alone: the noise of minibatches does not depend on the values."""
-        differences = self.differences and replace(self.differences, values=None, steps=None)
+        differences = self.differences and BlockDifferences(None, None, self.differences.columns)
         return BlockArrowMatrix(None, None, None, self.layout, differences=differences)
 
     def subtract_second_order_of(

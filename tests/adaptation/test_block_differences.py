@@ -2,6 +2,7 @@
 
 from dataclasses import replace
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import numpyro
@@ -13,7 +14,11 @@ from numpyro_sgmcmc.adaptation.block_differences import add_differences
 from numpyro_sgmcmc.adaptation.gradient_noise import measure_shared_noise
 from numpyro_sgmcmc.adaptation.hierarchical_fit import fit_hierarchy_from_each, recenter_block_arrow
 from numpyro_sgmcmc.model.block_arrow import find_block_arrow_layout
-from numpyro_sgmcmc.model.gradient_estimators import SecondOrderControlVariate
+from numpyro_sgmcmc.model.gradient_estimators import (
+    MinibatchGradient,
+    SecondOrderControlVariate,
+    make_gradient_fn,
+)
 from tests.adaptation.inputs import make_inputs
 
 GROUPS, ROWS_PER_GROUP = 200, 4
@@ -48,9 +53,7 @@ def test_noisy_scale_of_rows_has_differences(batch_size, columns):
     assert columns == (None if differences is None else differences.columns)
 
 
-def test_crossed_effects_have_no_differences():
-    """Those of pairs of groups are not known, so that estimates would be biased."""
-
+def fit_crossed():
     def crossed(user, item, y, batch_size=None):
         row_scale = numpyro.sample("row_scale", dist.HalfNormal(1))
         effects = []
@@ -67,13 +70,52 @@ def test_crossed_effects_have_no_differences():
     y = jnp.asarray(1.5 * rng.standard_normal(num_rows), jnp.float32)
     inputs = make_inputs(crossed, (user, item, y), 20)
     layout = find_block_arrow_layout(inputs.potential, inputs.arguments)
-    fit = fit_hierarchy_from_each(inputs, layout, [np.zeros(inputs.potential.dim)])
-    assert fit.reference_hessian.pairs is not None
+    return inputs, fit_hierarchy_from_each(inputs, layout, [np.zeros(inputs.potential.dim)])
+
+
+def test_crossed_effects_have_differences_of_pairs_of_groups():
+    inputs, fit = fit_crossed()
+    hessian = fit.reference_hessian
+    differences = hessian.differences
+    assert differences.columns == (0,)
+    # The rows' curvature is proportional to the inverse variance of the rows.
+    for at_center, difference in (
+        (hessian.pairs.values, differences.pairs[0].values),
+        (hessian.blocks, differences.values[0]),
+    ):
+        is_coupled = np.abs(at_center) > 1e-3
+        np.testing.assert_allclose(difference[is_coupled], -2 * at_center[is_coupled], rtol=0.02)
     q = np.random.default_rng(1).standard_normal((4, inputs.potential.dim))
-    bulk = BulkPositions(inputs.batched_gradients, fit, q)
-    noise = measure_shared_noise(bulk, SecondOrderControlVariate(), np.random.default_rng(2))
-    assert noise.max() > 0.2  # with one grouping the parameter would have them
-    assert fit.reference_hessian.differences is None
+
+    def measure(hessian):
+        preconditioner = fit._replace(reference_hessian=hessian)
+        bulk = BulkPositions(inputs.batched_gradients, preconditioner, q)
+        rng = np.random.default_rng(2)
+        return measure_shared_noise(bulk, SecondOrderControlVariate(), rng)
+
+    assert measure(replace(hessian, differences=None)).max() > 0.2
+    assert measure(hessian).max() < 0.1 * measure(replace(hessian, differences=None)).max()
+
+
+def test_estimates_with_differences_of_crossed_effects_are_unbiased():
+    """The mean over all minibatches of a partition is the gradient on all rows."""
+    inputs, fit = fit_crossed()
+    num_rows = GROUPS * ROWS_PER_GROUP
+    q = jnp.asarray(np.random.default_rng(1).standard_normal(inputs.potential.dim), jnp.float32)
+    preconditioner = fit.cast(jnp.float32)
+    batches = np.random.default_rng(2).permutation(num_rows).reshape(-1, 20)
+    potential, arguments = inputs.potential, inputs.arguments
+    estimates = []
+    for estimator in (SecondOrderControlVariate(), MinibatchGradient()):
+
+        @jax.jit
+        def estimate(rows, estimator=estimator):
+            indices = {"rows": rows}
+            return make_gradient_fn(estimator, potential, arguments, preconditioner, indices)(q)
+
+        estimates.append(np.mean([estimate(rows) for rows in jnp.asarray(batches)], 0))
+    error = np.abs(estimates[0] - estimates[1])
+    assert error.max() < 2e-3 * np.abs(estimates[1]).max()
 
 
 def test_differences_remove_the_noise_and_follow_the_center():
