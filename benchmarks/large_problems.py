@@ -332,9 +332,7 @@ LARGE_PROBLEMS: dict[str, LargeProblem] = {
     ),
     "intercepts of 300 groups, centred": LargeProblem(_intercepts, batch_size=1_000),
     "386 counties, non-centred": LargeProblem(_counties, batch_size=1_000),
-    "film ratings, crossed effects": LargeProblem(
-        _ratings, batch_size=10_000, num_nuts=500
-    ),
+    "film ratings, crossed effects": LargeProblem(_ratings, batch_size=10_000, num_nuts=500),
     "item response, two parameters": LargeProblem(_items, batch_size=5_000),
     "multinomial, 459 weights": LargeProblem(_multinomial, batch_size=500),
     "random walk of 200 splines": LargeProblem(_walk, batch_size=1_000, dense=True),

@@ -16,7 +16,12 @@ from numpyro_sgmcmc.adaptation.batched_gradients import BulkPositions
 from numpyro_sgmcmc.adaptation.effect_correlation import sum_row_couplings
 from numpyro_sgmcmc.adaptation.gradient_noise import measure_shared_noise
 from numpyro_sgmcmc.adaptation.settings import WarmupInputs
-from numpyro_sgmcmc.model.block_arrow import BlockArrowMatrix, BlockDifferences, GroupPairs
+from numpyro_sgmcmc.model.block_arrow import (
+    BlockArrowLayout,
+    BlockArrowMatrix,
+    BlockDifferences,
+    GroupPairs,
+)
 from numpyro_sgmcmc.model.gradient_estimators import SecondOrderControlVariate
 from numpyro_sgmcmc.model.preconditioner import Preconditioner
 
@@ -34,6 +39,8 @@ def add_needed_differences(inputs: WarmupInputs, fit: Preconditioner) -> Precond
         return fit
     rng = np.random.default_rng(3)  # so that other random numbers of the warm-up do not change
     layout, hessian = fit.factor.layout, fit.reference_hessian
+    if len(layout.groupings) > 1 and hessian.pairs is None:  # too many: their differences neither
+        return fit
     bulk = BulkPositions(
         inputs.batched_gradients, fit, rng.standard_normal((_NUM_POSITIONS, potential.dim))
     )
@@ -74,39 +81,53 @@ def add_differences(
     layout, dtype = hessian.layout, inputs.potential.dtype
     probes = layout.make_probes(with_shared=False)
     coordinates = layout.take_shared(np.arange(layout.dim))[list(columns)]
-    values, pairs = [], []
+    values: list[np.ndarray] = []
+    pairs: list[GroupPairs] = []
     for coordinate, step in zip(coordinates, steps.astype(dtype), strict=True):
         # In the precision of the chains, whose minibatches have the same differences.
         x = np.zeros((2, layout.dim))
         x[:, coordinate] = step, -step
         points = (fit.center + fit.expansion_to_displacement(x)).astype(dtype)
+        scales = np.ones((2, layout.effects_per_group, layout.num_groups))
+        if fit.centering is not None:
+            scales = fit.centering.scale_effects(layout.take_shared(x))
         _, products = inputs.batched_gradients.large_pass_products(points, probes)
-        blocks, pairs_at_points = [], []
-        for at_point, total, point in zip(x, products, points, strict=True):
-            _, of_prior = inputs.batched_gradients.prior_products(point, probes)
-            scales = np.ones((layout.effects_per_group, layout.num_groups))
-            if fit.centering is not None:
-                scales = fit.centering.scale_effects(layout.take_shared(at_point))
-            blocks.append(layout.make_blocks(total - of_prior) * scales[:, None] * scales)
-            if hessian.pairs is not None:
-                arguments = inputs.batched_gradients.arguments
-                found = sum_row_couplings(inputs.potential, arguments, layout, point)
-                pairs_at_points.append(None if found is None else found.rescale(scales))
-        above, below = blocks
+        of_prior = [inputs.batched_gradients.prior_products(point, probes)[1] for point in points]
+        above, below = (
+            layout.make_blocks(product - prior) * scale[:, None] * scale
+            for product, prior, scale in zip(products, of_prior, scales, strict=True)
+        )
         values.append((above - below) / (2.0 * step))
         if hessian.pairs is not None:
-            above, below = pairs_at_points
-            if not _have_same_groups(above, below):
+            of_pairs = _compute_pair_difference(inputs, layout, points, scales, float(step))
+            if of_pairs is None:
                 return replace(hessian, differences=None)
-            pairs.append(replace(above, values=(above.values - below.values) / (2.0 * step)))
+            pairs.append(of_pairs)
     differences = BlockDifferences(np.stack(values), steps, columns, tuple(pairs))
     return replace(hessian, differences=differences)
 
 
-def _have_same_groups(first: GroupPairs | None, second: GroupPairs | None) -> bool:
-    """Return whether blocks at two points are of the same pairs of groups."""
-    if first is None or second is None:
-        return False
-    return np.array_equal(first.sources, second.sources) and np.array_equal(
-        first.targets, second.targets
+def _compute_pair_difference(
+    inputs: WarmupInputs,
+    layout: BlockArrowLayout,
+    points: np.ndarray,
+    scales: np.ndarray,
+    step: float,
+) -> GroupPairs | None:
+    """Return the difference quotient of the blocks of pairs of groups between two points.
+
+    :param scales: of the effects at each point, shape ``(2, k, G)``.
+    :return: None where these are not blocks of the same pairs.
+    """
+    arguments = inputs.batched_gradients.arguments
+    above, below = (
+        sum_row_couplings(inputs.potential, arguments, layout, point) for point in points
     )
+    if above is None or below is None:
+        return None
+    if not np.array_equal(above.sources, below.sources):
+        return None
+    if not np.array_equal(above.targets, below.targets):
+        return None
+    above, below = above.rescale(scales[0]), below.rescale(scales[1])
+    return replace(above, values=(above.values - below.values) / (2.0 * step))
