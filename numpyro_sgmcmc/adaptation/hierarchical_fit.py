@@ -23,6 +23,9 @@ different effects cancel.
 With several groupings, groups then deviate with the group that they belong to, such as schools
 with their district, and BFGS goes on. Other effects of several groupings deviate independently.
 
+With crossed effects, such as the slopes and abilities of item responses, steps from zero may not
+approach the effects' means. The fit then starts anew at the means of mean-field fits.
+
 Where the model multiplies effects by their scale, the fit is by the products
 (:mod:`.effect_centering`), and the chains' coordinates are partially centred. Their fractions are
 found anew at each center.

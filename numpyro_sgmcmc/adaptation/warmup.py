@@ -120,11 +120,7 @@ def warm_up_globals(inputs: WarmupInputs, init_positions: Iterable[np.ndarray]) 
     init_positions, hierarchy_positions = tee(init_positions)
     hierarchy, fits = _fit_hierarchy(inputs, hierarchy_positions), []
     if hierarchy.fit is None:
-        precompile_mean_field(
-            inputs, 1 if settings.has_init_params else budget.num_whole_batch_inits
-        )
-        if budget.prior_fit_batch_size and not settings.has_init_params:
-            precompile_mean_field(inputs, budget.num_prior_inits, budget.prior_fit_batch_size)
+        _start_mean_field_compilation(inputs)
         if not hierarchy.may_converge:
             _start_compilation(inputs, candidates)
         positions, prior_positions = find_init_positions(inputs, init_positions)
@@ -266,6 +262,14 @@ def _fit_hierarchy_at(
         may_converge = isinstance(error, HierarchyNotConvergedError) and not has_effects
         return _HierarchyFit(None, note, layout, may_converge)
     return _HierarchyFit(fit, "", layout)
+
+
+def _start_mean_field_compilation(inputs: WarmupInputs) -> None:
+    """Start to compile the mean-field fits, while initial positions are found."""
+    budget, has_init_params = inputs.budget, inputs.settings.has_init_params
+    precompile_mean_field(inputs, 1 if has_init_params else budget.num_whole_batch_inits)
+    if budget.prior_fit_batch_size and not has_init_params:
+        precompile_mean_field(inputs, budget.num_prior_inits, budget.prior_fit_batch_size)
 
 
 def _start_compilation(inputs: WarmupInputs, candidates: Candidates) -> None:
