@@ -3,7 +3,8 @@
 The gradient of the scale of the rows sums the squared displacements of all effects, and the
 effects' curvature changes with this scale. The second-order control variate expands gradients to
 first order, so that minibatches add much noise to both. :class:`~.block_arrow.BlockDifferences` of
-these parameters remove it; each costs about two products with the blocks in a step.
+these parameters remove it; each costs about two products with the blocks in a step, and one with
+the blocks of pairs of groups where there are several groupings.
 """
 
 from __future__ import annotations
@@ -39,8 +40,8 @@ def add_needed_differences(inputs: WarmupInputs, fit: Preconditioner) -> Precond
         return fit
     rng = np.random.default_rng(3)  # so that other random numbers of the warm-up do not change
     layout, hessian = fit.factor.layout, fit.reference_hessian
-    if len(layout.groupings) > 1 and hessian.pairs is None:  # too many: their differences neither
-        return fit
+    if len(layout.groupings) > 1 and hessian.pairs is None:
+        return fit  # too many to be stored, and a minibatch would have their terms
     bulk = BulkPositions(
         inputs.batched_gradients, fit, rng.standard_normal((_NUM_POSITIONS, potential.dim))
     )
@@ -76,7 +77,7 @@ def add_differences(
     :param fit: with the center of the differences.
     :param columns: these parameters.
     :param steps: along each of them, in the units of the position.
-    :return: without differences where not the same pairs of groups are coupled at all points.
+    :return: the Hessian without differences, where pairs of groups are coupled at some points only.
     """
     layout, dtype = hessian.layout, inputs.potential.dtype
     probes = layout.make_probes(with_shared=False)

@@ -79,8 +79,8 @@ _INIT_STEP_BOUND = 0.7
 # next step relative to it.
 _MAX_DECREMENT_RATIO, _REJECTED_STEP_FACTOR = 1.5, 0.3
 _MAX_EFFECT_STEP_SD = 0.2  # RMS Newton step of the effects above which they take one more
-# RMS Newton step from which on effects are far from their means, and iterations with such effects
-# after which a fit ends: with crossed effects, steps from zero may not approach the means.
+# RMS Newton step from which on effects are far from their means, and iterations with such effects,
+# in all, after which a fit of crossed effects ends: steps from zero may not approach the means.
 _DISTANT_EFFECTS_SD, _MAX_DISTANT_ITERATIONS = 1.0, 12
 _REFRESH_DISTANCE = 1.0  # change of the shared parameters after which their coupling is refreshed
 _MIN_CURVATURE_RATIO = 1e-2  # of a secant over the model's, below which BFGS leaves it out
@@ -206,19 +206,22 @@ def _fit_first(
     """Return the first fit that succeeds, and leave the remaining positions in the iterator.
 
     Where none does, because scales or correlations are extreme there, a further fit starts at the
-    origin of the unconstrained space. Crossed effects with which no fit converges from zero are not
-    tried again from there.
+    origin of the unconstrained space. With several groupings the first fit that does not converge
+    from effects of zero ends the search, because further ones rarely do.
+
+    :raises HierarchyNotConvergedError: where one of the fits did not converge.
     """
     error = HierarchyFitError("there is no initial position")
     origin = () if has_effects else (np.zeros(layout.dim),)
     for position in chain(positions, origin):
         try:
             return fit_hierarchy(inputs, layout, position, has_effects)
-        except HierarchyFitError as latest:
-            is_crossed = len(layout.groupings) > 1
-            if is_crossed and isinstance(latest, HierarchyNotConvergedError) and not has_effects:
-                raise
+        except HierarchyNotConvergedError as latest:
             error = latest
+            if len(layout.groupings) > 1 and not has_effects:
+                break
+        except HierarchyFitError as latest:
+            error = error if isinstance(error, HierarchyNotConvergedError) else latest
     raise error
 
 

@@ -385,9 +385,9 @@ class BlockDifferences:
     With the difference quotient :math:`\Delta_j D_g` of a block along the shared parameter j, the
     potential has the third-order term
     :math:`\frac12 \sum_g \delta_j\, e_g^\top \Delta_j D_g e_g` in the displacements of this
-    parameter and of the effects. Its gradient is the part of second order that
-    :meth:`BlockArrowMatrix.expand` adds. The steps are finite, so that a minibatch can have exactly
-    the same differences on its rows.
+    parameter and of the effects; with several groupings also that of the blocks of pairs of groups.
+    Its gradient is the part of second order that :meth:`BlockArrowMatrix.expand` adds. The steps
+    are finite, so that a minibatch can have exactly the same differences on its rows.
     """
 
     values: Any  # shape `(c, k, k, G)`
