@@ -29,12 +29,20 @@ def test_check_finite_gradient_names_the_cause(gradient):
 
 @pytest.mark.parametrize("name", GRADIENT_ESTIMATORS)
 def test_start_compilation_of_the_hessian_for_estimators_that_need_it(name, monkeypatch):
-    fit = Mock()
-    monkeypatch.setattr(warmup, "precompile_mean_field", fit)
     monkeypatch.setattr(warmup, "precompile_pilot", Mock())
     monkeypatch.setattr(warmup, "precompile_influential_rows", Mock())
     estimator, inputs = GRADIENT_ESTIMATORS[name], Mock()
-    inputs.settings.has_init_params, inputs.settings.estimator = True, estimator
+    inputs.settings.estimator = estimator
     warmup._start_compilation(inputs, Candidates((estimator,), None, False))
     assert inputs.batched_gradients.precompile_hessian.called == estimator.needs_hessian
-    fit.assert_called_once_with(inputs, 1)
+
+
+@pytest.mark.parametrize(("has_init_params", "sizes"), [(True, [(1,)]), (False, [(4,), (2, 50)])])
+def test_start_compilation_of_the_mean_field_fits(has_init_params, sizes, monkeypatch):
+    fit, inputs = Mock(), Mock()
+    monkeypatch.setattr(warmup, "precompile_mean_field", fit)
+    inputs.settings.has_init_params = has_init_params
+    inputs.budget.num_whole_batch_inits, inputs.budget.num_prior_inits = 4, 2
+    inputs.budget.prior_fit_batch_size = 50
+    warmup._start_mean_field_compilation(inputs)
+    assert [call.args for call in fit.call_args_list] == [(inputs, *size) for size in sizes]
