@@ -118,7 +118,7 @@ def warm_up_globals(inputs: WarmupInputs, init_positions: Iterable[np.ndarray]) 
     candidates = list_candidates(inputs)
     warn_slow_gradients(inputs)
     init_positions, hierarchy_positions = tee(init_positions)
-    hierarchy, fits = _fit_hierarchy(inputs, hierarchy_positions), []
+    hierarchy = _fit_hierarchy(inputs, hierarchy_positions)
     if hierarchy.fit is None:
         _start_mean_field_compilation(inputs)
         if not hierarchy.may_converge:
