@@ -19,7 +19,7 @@ images are predicted. Means and standard errors are over seeds.
 Networks that differ in their seeds or settings are trained side by side. Chains of several seeds
 are one chain on a product of posteriors: they share the order of their minibatches alone.
 
-    python benchmarks/papers/convolutions.py          # 2,498 weights, 5,000 rows (minutes)
+    python benchmarks/papers/convolutions.py          # 2,498 weights, 5,000 rows
     python benchmarks/papers/convolutions.py --full   # 421,642 weights, 60,000 rows (for a GPU)
 """
 
