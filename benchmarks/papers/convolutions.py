@@ -184,7 +184,7 @@ class Size(NamedTuple):
         return (_MEMBERS - 1) * self.epochs - self.averaged
 
 
-SMALL = Size(Network(14, (8, 16), 8), 5_000, 100, 6, (0.003, 0.01), steps=(5e-4, 1e-3))
+SMALL = Size(Network(14, (8, 16), 8), 5_000, 100, 15, (0.003, 0.01), steps=(5e-4, 1e-3))
 FULL = Size(Network(28, (32, 64), 128), 60_000, 200, 15)
 
 
