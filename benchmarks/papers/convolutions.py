@@ -184,7 +184,15 @@ class Size(NamedTuple):
         return (_MEMBERS - 1) * self.epochs - self.averaged
 
 
-SMALL = Size(Network(14, (8, 16), 8), 5_000, 100, 15, (0.003, 0.01), steps=(5e-4, 1e-3))
+SMALL = Size(
+    Network(14, (8, 16), 8),
+    5_000,
+    100,
+    15,
+    rates=(0.01, 0.03, 0.1),
+    precisions=(1.0, 3.0, 10.0, 30.0),
+    steps=(5e-4, 1e-3),
+)
 FULL = Size(Network(28, (32, 64), 128), 60_000, 200, 15)
 
 
