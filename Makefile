@@ -112,11 +112,11 @@ disk: $(VENV)/.installed-benchmarks
 
 # Not part of the benchmarks, since it takes hours; recomputing the references takes hours more.
 trust: $(VENV)/.installed-benchmarks
-	$(bin)/python benchmarks/speed.py
 	$(bin)/python benchmarks/trust.py
 	$(bin)/python benchmarks/trust.py --bad --kernels SGHMCSplit
 	$(bin)/python benchmarks/trust.py --rivals
 	$(bin)/python benchmarks/time_to_accuracy.py
+	$(bin)/python benchmarks/ess_per_step.py
 	$(bin)/python benchmarks/gradient_noise.py
 	$(bin)/python benchmarks/tuner.py
 	$(bin)/python benchmarks/large.py

@@ -89,7 +89,7 @@ _MIN_SECONDS_LEFT = 30.0  # before the end of ``--seconds``, for another run to 
 _OURS = "SGHMCSplit"
 _WIDTHS = (32, 31, 8, 8, 7, 9, 11, 28)  # of the columns of a row for each method
 
-_ROWS = {
+ROWS = {
     "logistic": (10_000, 100_000, 1_000_000),
     "Gaussian, 1,000 groups": (200_000,),
     "logistic, 1,000 groups": (200_000,),
@@ -599,7 +599,7 @@ def main() -> None:
     cases = [
         (problem, num_rows)
         for problem in options.problems
-        for num_rows in options.rows or _ROWS.get(problem, (100_000,))
+        for num_rows in options.rows or ROWS.get(problem, (100_000,))
     ]
     if options.reference:
         numpyro.set_host_device_count(2)
