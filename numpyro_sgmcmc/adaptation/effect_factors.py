@@ -6,14 +6,11 @@ effects given the shared parameters.
 
 from __future__ import annotations
 
-import os
-from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
-
 import numpy as np
 from scipy.linalg import hadamard
 
-_GROUPS_PER_THREAD = 1_000  # at a time: with 20 x 20 blocks faster than 250 and 4,000
+from numpyro_sgmcmc.model.block_arrow import map_groups
+
 _MIN_BLOCK_EIGENVALUE = 1e-2  # of blocks with unit diagonal that are not positive definite
 
 
@@ -73,21 +70,6 @@ def _make_symmetric(factors: np.ndarray, scales: np.ndarray) -> np.ndarray:
     eigenvalues, vectors = np.linalg.eigh(scaled @ scaled.swapaxes(1, 2))
     root = (vectors * np.sqrt(np.abs(eigenvalues))[:, None]) @ vectors.swapaxes(1, 2)
     return np.moveaxis(root, 0, 2) * scales[:, None]
-
-
-def map_groups(fn: Callable[..., np.ndarray], *arrays: np.ndarray) -> np.ndarray:
-    """Return a function of arrays whose last axis is that of groups, some groups in each thread."""
-    num_groups = arrays[0].shape[-1]
-    num_chunks = -(-num_groups // _GROUPS_PER_THREAD)
-    if num_chunks < 2:
-        return fn(*arrays)
-
-    def evaluate(chunk: slice) -> np.ndarray:
-        return fn(*(np.ascontiguousarray(x[..., chunk]) for x in arrays))
-
-    edges = np.linspace(0, num_groups, num_chunks + 1).astype(int)
-    with ThreadPoolExecutor(os.cpu_count()) as executor:
-        return np.concatenate(list(executor.map(evaluate, map(slice, edges[:-1], edges[1:]))), -1)
 
 
 def list_sign_patterns(num_effects: int) -> np.ndarray:

@@ -55,7 +55,6 @@ from numpyro_sgmcmc.adaptation.effect_factors import (
     factorize_inverse_blocks,
     list_sign_patterns,
     make_symmetric_factors,
-    map_groups,
 )
 from numpyro_sgmcmc.adaptation.settings import WarmupInputs
 from numpyro_sgmcmc.model.block_arrow import (
@@ -64,6 +63,8 @@ from numpyro_sgmcmc.model.block_arrow import (
     BlockArrowMatrix,
     GroupPairs,
     SharedStrips,
+    map_groups,
+    multiply_blocks,
 )
 from numpyro_sgmcmc.model.preconditioner import Preconditioner
 
@@ -320,7 +321,7 @@ def _find_mode(
         for _ in range(2):
             conditional = _update_effects(inputs, layout, linearisation, conditional, signs, bound)
             of_effects, _ = layout.split(conditional.gradient)
-            remaining = np.einsum("abg,ag->bg", conditional.factors, of_effects)
+            remaining = multiply_blocks(conditional.factors.swapaxes(0, 1), of_effects)
             remaining_square = np.mean(np.square(remaining))
             if remaining_square < _MAX_EFFECT_STEP_SD**2:
                 break
@@ -561,7 +562,7 @@ def _refine_shared(
         _, (products,) = inputs.batched_gradients.large_pass_products(position[None], probes)
         blocks = layout.make_blocks(products)
         inverse_factors = factorize_inverse_blocks(blocks)
-        deviations = np.stack([np.einsum("abg,bg->ag", inverse_factors, x) for x in all_signs])
+        deviations = np.stack([multiply_blocks(inverse_factors, x) for x in all_signs])
         deviations = layout.merge(deviations, np.zeros((len(deviations), layout.num_shared)))
         gradients = inputs.batched_gradients.large_pass_gradients(
             position + np.concatenate([deviations, -deviations])
@@ -664,10 +665,10 @@ def apply_covariance(
 
     :param factors: factors F of the groups' covariances, shape ``(k, k, G)``.
     """
-    scaled = np.einsum("abg,nag->nbg", factors, v)
+    scaled = multiply_blocks(factors.swapaxes(0, 1), v)
     if correlation is not None:
         scaled = correlation.solve(scaled)
-    return np.einsum("abg,nbg->nag", factors, scaled)
+    return np.asarray(multiply_blocks(factors, scaled))
 
 
 def _is_block_arrow(inputs: WarmupInputs, hessian: BlockArrowMatrix, position: np.ndarray) -> bool:
@@ -721,9 +722,9 @@ def _choose_deviation(
     """Return the effects' deviation from their means for the expectation."""
     pairs = linearisation.hessian.pairs
     if pairs is None or not linearisation.is_joint:
-        return np.einsum("abg,bg->ag", factors, signs)
+        return multiply_blocks(factors, signs)
     nesting, factors, _ = find_nesting(linearisation.hessian.layout, pairs, factors, blocks)
-    return np.asarray(nesting.apply(np.einsum("abg,bg->ag", factors, signs)))
+    return np.asarray(nesting.apply(multiply_blocks(factors, signs)))
 
 
 def _update_bfgs(

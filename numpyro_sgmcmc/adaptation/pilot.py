@@ -64,7 +64,7 @@ _TARGET_SD_BIAS = 1.0
 # variance is twice that of the posterior.
 _TARGET_SD_BIAS_OF_HESSIAN = 0.2
 _MAX_STEPS_PER_CALL = 100
-_MAX_NORMALS_PER_CALL = 2**25  # bounds memory: 128 MiB of normals per call
+_MAX_NORMALS_PER_CALL = 2**25  # bounds memory: 256 MiB of normals, of this call and the next
 LOST_STEP_FACTOR = 0.25  # of steps after a window whose chains were lost
 _MAX_DISTANCE_SD = 1e3  # preconditioned distance from the center at which a chain counts as lost
 # Variance of converged chains over that of the posterior, which noise may inflate 1.5-fold.
@@ -392,11 +392,16 @@ def run_pilot(
     state, draws = UnderdampedState(q, p), []
     steps_per_call = _choose_steps_per_call(num_steps, num_chains, dim, max_normals_per_call)
     num_calls = -(-num_steps // steps_per_call)
-    for call in range(num_calls):
+
+    def draw_step_inputs(call: int) -> tuple[Any, Any, Any]:
         shape = (steps_per_call, _PILOT_STEP.num_noise, num_chains, dim)
         normals = _draw_normals(rng, shape, potential.dtype)
         keys = random.split(random.key(call), steps_per_call) if potential.is_stochastic else None
         indices = sample_minibatch_indices(potential, rng, (steps_per_call,), IIDSubsampling())
+        return indices, normals, keys
+
+    step_inputs = draw_step_inputs(0)
+    for call in range(num_calls):
         state, positions = _run_pilot_steps(
             potential,
             inputs.arguments,
@@ -404,10 +409,12 @@ def run_pilot(
             state,
             inputs.cast(step_size),
             inputs.cast(float(estimator.needs_reference)),
-            (indices, normals, keys),
+            step_inputs,
         )
+        if call + 1 < num_calls:  # while the device runs
+            step_inputs = draw_step_inputs(call + 1)
+        positions = np.asarray(positions)  # waits, so that two calls' normals are in memory
         inputs.progress.advance(steps_per_call * (num_chains + 1))
-        positions = np.asarray(positions)  # waits, so that one call's normals are in memory
         if call >= num_calls // 2:
             draws.append(np.moveaxis(positions, 0, 1))
     return np.concatenate(draws, axis=1)
