@@ -321,7 +321,7 @@ def _find_mode(
         for _ in range(2):
             conditional = _update_effects(inputs, layout, linearisation, conditional, signs, bound)
             of_effects, _ = layout.split(conditional.gradient)
-            remaining = multiply_blocks(conditional.factors.swapaxes(0, 1), of_effects)
+            remaining = multiply_blocks(conditional.factors, of_effects, transpose=True)
             remaining_square = np.mean(np.square(remaining))
             if remaining_square < _MAX_EFFECT_STEP_SD**2:
                 break
@@ -665,7 +665,7 @@ def apply_covariance(
 
     :param factors: factors F of the groups' covariances, shape ``(k, k, G)``.
     """
-    scaled = multiply_blocks(factors.swapaxes(0, 1), v)
+    scaled = multiply_blocks(factors, v, transpose=True)
     if correlation is not None:
         scaled = correlation.solve(scaled)
     return np.asarray(multiply_blocks(factors, scaled))

@@ -310,7 +310,7 @@ class GroupNesting:
 
     def apply_transpose(self, gradient: Any, sign: float = -1.0) -> Any:
         """Return the gradient with respect to the deviations; with a sign of 1 the inverse."""
-        terms = sign * multiply_blocks(self.coupling.swapaxes(0, 1), gradient)
+        terms = sign * multiply_blocks(self.coupling, gradient, transpose=True)
         if isinstance(gradient, jax.Array):
             return gradient.at[..., self.parents].add(terms)
         gradient = gradient.copy()
@@ -619,7 +619,7 @@ class BlockArrowFactor:
         effects = self._correlate(effects, LowRankFactor.apply)
         shift = self.coupling.multiply(shared)
         if self.has_strips:
-            effects = effects - multiply_blocks(self._transposed_factors, shift)
+            effects = effects - multiply_blocks(self.effect_factors, shift, transpose=True)
         effects = multiply_blocks(self.effect_factors, effects)
         if self.nesting is not None:
             effects = self.nesting.apply(effects)
@@ -640,7 +640,7 @@ class BlockArrowFactor:
         """Return ``L^T g``."""
         of_effects, shared = self.layout.split(gradient)
         effects = of_effects if self.nesting is None else self.nesting.apply_transpose(of_effects)
-        effects = multiply_blocks(self._transposed_factors, effects)
+        effects = multiply_blocks(self.effect_factors, effects, transpose=True)
         if self.has_strips:
             of_effects = multiply_blocks(self.effect_factors, effects)
         shared = shared - self.coupling.sum_over_groups(of_effects)
@@ -653,12 +653,12 @@ class BlockArrowFactor:
         inv = jnp.linalg.inv if isinstance(shared, jax.Array) else np.linalg.inv
         shared = shared @ inv(self.shared_factor)
         effects = self._correlate(effects, LowRankFactor.solve)
-        effects = multiply_blocks(self.inverse_effect_factors.swapaxes(-3, -2), effects)
+        effects = multiply_blocks(self.inverse_effect_factors, effects, transpose=True)
         if self.nesting is not None:
             effects = self.nesting.apply_transpose(effects, 1.0)
         of_effects = effects
         if self.has_strips:
-            of_effects = multiply_blocks(self._transposed_factors, effects)
+            of_effects = multiply_blocks(self.effect_factors, effects, transpose=True)
             of_effects = multiply_blocks(self.effect_factors, of_effects)
         return self.layout.merge(effects, shared + self.coupling.sum_over_groups(of_effects))
 
@@ -686,16 +686,12 @@ class BlockArrowFactor:
         log_dets = np.linalg.slogdet(factors)[1].sum() + np.linalg.slogdet(self.shared_factor)[1]
         return float(log_dets + np.log(scales).sum())
 
-    @property
-    def _transposed_factors(self) -> Any:
-        return self.effect_factors.swapaxes(-3, -2)
-
     def _shift_means(self, shared: Any) -> Any:
         """Return W times displacements of the shared parameters, shape ``(..., k, G)``."""
         shift = self.coupling.multiply(shared)
         if not self.has_strips:
             return shift
-        scaled = multiply_blocks(self._transposed_factors, shift)
+        scaled = multiply_blocks(self.effect_factors, shift, transpose=True)
         return multiply_blocks(self.effect_factors, scaled)
 
     def _correlate(self, effects: Any, method: Callable[[LowRankFactor, Any], Any]) -> Any:
@@ -721,17 +717,18 @@ def map_groups(fn: Callable[..., np.ndarray], *arrays: np.ndarray) -> np.ndarray
         return np.concatenate(list(executor.map(evaluate, map(slice, edges[:-1], edges[1:]))), -1)
 
 
-def multiply_blocks(blocks: Any, effects: Any) -> Any:
-    """Return each group's block times its effects."""
+def multiply_blocks(blocks: Any, effects: Any, transpose: bool = False) -> Any:
+    """Return each group's block, or its transpose, times its effects."""
     if not isinstance(effects, jax.Array):
-        multiply = partial(np.einsum, "abg,...bg->...ag")
+        multiply = partial(np.einsum, f"{'ba' if transpose else 'ab'}g,...bg->...ag")
         if effects.size * len(blocks) < _MIN_THREADED_PRODUCTS:
             return multiply(blocks, effects)
         return map_groups(multiply, blocks, effects)
     num = effects.shape[-2]
 
     def add_product(b: Any, total: Any) -> Any:
-        return total + blocks[:, b] * effects[..., b, None, :]
+        column = blocks[b] if transpose else blocks[:, b]  # XLA would copy transposed blocks
+        return total + column * effects[..., b, None, :]
 
     # Products of tiny matrices as sums over arrays of groups are much faster than as reductions.
     return lax.fori_loop(

@@ -68,7 +68,6 @@ from numpyro_sgmcmc.model.trace import (
     ModelTrace,
     get_base_distribution,
     is_fixed_support,
-    site_slices,
     trace_model,
 )
 from numpyro_sgmcmc.model.validation import validate_model
@@ -247,8 +246,9 @@ class ModelPotential(Potential):
         return resample_local_values(model, local, global_values, rows, arguments, rng_key)
 
     def unravel(self, q: Array | np.ndarray) -> dict[str, Array]:
-        q, slices = jnp.asarray(q), site_slices(self.sites)
-        return {s.name: q[slices[s.name]].reshape(s.shape) for s in self.sites}
+        # The derivative of a split joins the sites' gradients; that of slices pads and adds them.
+        parts = lax.split(jnp.asarray(q), [s.size for s in self.sites])
+        return {s.name: x.reshape(s.shape) for s, x in zip(self.sites, parts, strict=True)}
 
     def minibatch_potential(
         self, z: Any, indices: Indices, arguments: Arguments, rng_key: Any, weights: Any = None
