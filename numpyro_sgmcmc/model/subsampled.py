@@ -68,12 +68,16 @@ from numpyro_sgmcmc.model.trace import (
     ModelTrace,
     get_base_distribution,
     is_fixed_support,
+    site_slices,
     trace_model,
 )
 from numpyro_sgmcmc.model.validation import validate_model
 
 # A bound on memory: of host and sharded arrays as many rows are searched for values not finite.
 _MAX_DIAGNOSED_ROWS = 20_000
+# Coordinates from which on gradients of sites are joined. A step of a hierarchy with 800,000 is 12%
+# faster, but a small model takes 3% longer to its first result.
+_MIN_DIM_TO_SPLIT = 20_000
 
 
 def make_model_potential(
@@ -246,8 +250,11 @@ class ModelPotential(Potential):
         return resample_local_values(model, local, global_values, rows, arguments, rng_key)
 
     def unravel(self, q: Array | np.ndarray) -> dict[str, Array]:
+        q, slices = jnp.asarray(q), site_slices(self.sites)
+        if self.dim < _MIN_DIM_TO_SPLIT:
+            return {s.name: q[slices[s.name]].reshape(s.shape) for s in self.sites}
         # The derivative of a split joins the sites' gradients; that of slices pads and adds them.
-        parts = lax.split(jnp.asarray(q), [s.size for s in self.sites])
+        parts = lax.split(q, [s.size for s in self.sites])
         return {s.name: x.reshape(s.shape) for s, x in zip(self.sites, parts, strict=True)}
 
     def minibatch_potential(
