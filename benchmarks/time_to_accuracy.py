@@ -775,7 +775,10 @@ def print_tables(records: Sequence[Record], label: str = "") -> None:
             return "no result"
         return f"{_round(result.mean_error)}, {_round(100 * result.sd_error)}%"
 
-    for title, cell in (("CPU seconds to the accuracy", seconds), ("Errors otherwise", errors)):
+    for title, cell in (
+        ("CPU seconds to the accuracy", seconds),
+        ("Errors where the accuracy is not reached", errors),
+    ):
         print_header(title + label, **where)
         widths = [32, *(max(len(c), 12) for c in columns)]
         print_row(["problem", *columns], widths)
