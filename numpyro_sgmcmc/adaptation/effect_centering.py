@@ -30,6 +30,8 @@ from numpyro_sgmcmc.model.partial_centering import PartialCentering
 # multiplied by a scale: float32 leaves about 1e-4.
 _MAX_REMAINDER = 1e-2
 _MIN_EXPONENT = 0.1  # 1 for the logarithm of an SD, 0.5 for that of a variance
+# Precision of an effect by the rows of its group that is no rounding, relative to the mean of groups.
+_MIN_RELATIVE_PRECISION = 1e-4
 # Mean over groups of the fraction of an effect's precision that is from the rows, from which on
 # its centring pays.
 _MIN_CENTERED_FRACTION = 0.5
@@ -141,7 +143,10 @@ def _find_exponents(
     of_effects, _ = layout.split(rows_gradient)
     strips = rows_hessian.strips.multiply(np.eye(layout.num_shared))
     # Units in which effects have unit curvature, and shared parameters that or what they add to it.
-    precisions = np.maximum(np.abs(np.einsum("aag->ag", rows_hessian.blocks)), np.finfo(float).tiny)
+    # The precision of a group without rows is rounding, in whose units its other entries are large.
+    precisions = np.abs(np.einsum("aag->ag", rows_hessian.blocks))
+    smallest = _MIN_RELATIVE_PRECISION * precisions.mean(1, keepdims=True)
+    precisions = np.maximum(precisions, np.maximum(smallest, np.finfo(float).tiny))
     curvature = np.abs(np.diagonal(rows_hessian.corner)) + (strips**2 / precisions).sum((1, 2))
     curvature = np.maximum(curvature, np.finfo(float).tiny)
     units = 1.0 / np.sqrt(layout.merge(precisions, curvature))

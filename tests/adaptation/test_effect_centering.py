@@ -18,7 +18,13 @@ from numpyro_sgmcmc.adaptation.hierarchical_fit import (
     recenter_block_arrow,
     remove_prior,
 )
-from numpyro_sgmcmc.model.block_arrow import find_block_arrow_layout
+from numpyro_sgmcmc.model.block_arrow import (
+    BlockArrowLayout,
+    BlockArrowMatrix,
+    EffectSite,
+    SharedStrips,
+    find_block_arrow_layout,
+)
 from numpyro_sgmcmc.model.gradient_estimators import SecondOrderControlVariate, make_gradient_fn
 from tests.adaptation.inputs import make_inputs
 
@@ -100,6 +106,21 @@ def test_effects_that_a_scale_multiplies_are_centred_as_far_as_rows_determine_th
 def test_effects_of_a_centred_model_or_of_few_rows_are_not_centred(kind, num_rows):
     _, centering = find_at(kind, num_rows)
     assert centering is None
+
+
+def test_a_group_without_rows_does_not_make_the_scale_of_the_rows_one_of_the_effects():
+    num_groups, rows_per_group = 50, 10.0
+    layout = BlockArrowLayout(num_groups + 1, (EffectSite(0, (num_groups,), (0,)),))
+    precisions = np.full(num_groups, rows_per_group)
+    gradient = np.sqrt(rows_per_group) * np.random.default_rng(0).standard_normal(num_groups)
+    precisions[0], gradient[0] = 1e-9, 1e-2  # rounding of a group without rows
+    # Of normal rows at effects of zero, with the logarithm of the rows' SD as the shared parameter:
+    # its products with the effects' gradient are what a scale of all effects would have.
+    strips = SharedStrips.from_dense(-2.0 * gradient[None, None])
+    corner = np.array([[2.0 * rows_per_group * num_groups]])
+    hessian = BlockArrowMatrix(precisions[None, None], strips, corner, layout)
+    rows_gradient = layout.merge(gradient[None], np.zeros(1))
+    assert ScaledEffects.find(rows_gradient, hessian, np.zeros(layout.dim)) is None
 
 
 @pytest.mark.parametrize("has_zero_effects", [False, True])
