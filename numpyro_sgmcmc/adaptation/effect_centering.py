@@ -30,7 +30,7 @@ from numpyro_sgmcmc.model.partial_centering import PartialCentering
 # multiplied by a scale: float32 leaves about 1e-4.
 _MAX_REMAINDER = 1e-2
 _MIN_EXPONENT = 0.1  # 1 for the logarithm of an SD, 0.5 for that of a variance
-# Precision of an effect by the rows of its group that is no rounding, relative to the mean of groups.
+# Precision by the rows of a group that is no rounding, relative to the mean of all groups.
 _MIN_RELATIVE_PRECISION = 1e-4
 # Mean over groups of the fraction of an effect's precision that is from the rows, from which on
 # its centring pays.
