@@ -15,7 +15,7 @@ from numpyro_sgmcmc.adaptation.batched_gradients import BatchedGradients
 from numpyro_sgmcmc.adaptation.effect_factors import factorize_inverse_blocks
 from numpyro_sgmcmc.adaptation.hierarchical_fit import apply_covariance
 from numpyro_sgmcmc.data.arguments import Arguments
-from numpyro_sgmcmc.model import block_arrow
+from numpyro_sgmcmc.model import block_arrow, subsampled
 from numpyro_sgmcmc.model.block_arrow import (
     BlockArrowFactor,
     BlockArrowLayout,
@@ -25,6 +25,7 @@ from numpyro_sgmcmc.model.block_arrow import (
     GroupPairs,
     SharedStrips,
     find_block_arrow_layout,
+    multiply_blocks,
 )
 from numpyro_sgmcmc.model.gradient_estimators import SecondOrderControlVariate, make_gradient_fn
 from numpyro_sgmcmc.model.low_rank import LowRankFactor
@@ -379,3 +380,35 @@ def test_epoch_mean_of_second_order_control_variate_is_full_gradient(
     )
     minibatch_noise = preconditioner.apply_transpose(minibatch) - expected
     assert estimates.std(0).max() < max_relative_noise * jnp.abs(minibatch_noise).max()
+
+
+@pytest.mark.parametrize("transpose", [False, True])
+@pytest.mark.parametrize("xp", [np, jnp])
+def test_products_with_blocks_are_those_of_each_group_also_in_threads(monkeypatch, transpose, xp):
+    monkeypatch.setattr(block_arrow, "_MIN_THREADED_PRODUCTS", 0)
+    rng = np.random.default_rng(0)
+    blocks, effects = rng.standard_normal((3, 3, 2_500)), rng.standard_normal((2, 3, 2_500))
+    matrices = np.moveaxis(blocks.swapaxes(0, 1) if transpose else blocks, 2, 0)
+    expected = np.moveaxis(matrices @ np.moveaxis(effects, (0, 1), (2, 1)), (0, 1, 2), (2, 1, 0))
+    found = multiply_blocks(xp.asarray(blocks), xp.asarray(effects), transpose)
+    np.testing.assert_allclose(found, expected, atol=1e-12 if xp is np else 1e-5)
+
+
+def test_split_positions_have_the_same_sites_and_gradients(monkeypatch):
+    def model(y, batch_size=None):
+        a = numpyro.sample("a", dist.Normal(0, 1).expand([3]).to_event(1))
+        b = numpyro.sample("b", dist.HalfNormal(1))
+        c = numpyro.sample("c", dist.Normal(0, 1).expand([2, 2]).to_event(2))
+        with numpyro.plate("rows", len(y), subsample_size=batch_size) as i:
+            numpyro.sample("y", dist.Normal(a.sum() + c[0, 1], b), obs=y[i])
+
+    arguments = Arguments((jnp.ones(20),), {"batch_size": 5})
+    potential = get_model_potential(model, arguments, init_to_uniform)
+    q = jnp.linspace(-1.0, 1.0, potential.dim)
+
+    def evaluate(min_dim):
+        monkeypatch.setattr(subsampled, "_MIN_DIM_TO_SPLIT", min_dim)
+        gradient = jax.grad(lambda q: sum((x**3).sum() for x in potential.unravel(q).values()))
+        return potential.unravel(q), gradient(q)
+
+    jax.tree.map(np.testing.assert_array_equal, evaluate(0), evaluate(100))
