@@ -24,12 +24,17 @@ from numpyro_sgmcmc.model.block_arrow import (
     GroupPairs,
     SharedStrips,
 )
-from numpyro_sgmcmc.model.partial_centering import PartialCentering
+from numpyro_sgmcmc.model.partial_centering import (
+    Centering,
+    MatrixCentering,
+    PartialCentering,
+)
 
 # Size of what is left relative to the Hessian's column, in scaled units, up to which effects are
 # multiplied by a scale: float32 leaves about 1e-4.
 _MAX_REMAINDER = 1e-2
 _MIN_EXPONENT = 0.1  # 1 for the logarithm of an SD, 0.5 for that of a variance
+_MAX_MATRIX_EFFECTS = 8  # effects per group up to which a matrix is looked for, in its square
 # Precision by the rows of a group that is no rounding, relative to the mean of all groups.
 _MIN_RELATIVE_PRECISION = 1e-4
 # Mean over groups of the fraction of an effect's precision that is from the rows, from which on
@@ -113,23 +118,28 @@ def find_partial_centering(
     rows_hessian: BlockArrowMatrix,
     center: np.ndarray,
     prior_precisions: np.ndarray,
-) -> PartialCentering | None:
-    """Return the partial centring of effects that a scale multiplies, None without such.
+) -> Centering | None:
+    """Return the centring of effects that scales or a matrix multiply, None without such.
 
     :param rows_gradient: at the center, of the rows' part of the potential.
     :param prior_precisions: of each effect, shape ``(k, G)``.
     """
+    layout = rows_hessian.layout
     exponents, kinds = _find_exponents(rows_gradient, rows_hessian, center)
+    generators = _find_generators(rows_gradient, rows_hessian, center)
     precisions = np.einsum("aag->ag", rows_hessian.blocks)
     fractions = precisions / np.maximum(precisions + prior_precisions, np.finfo(float).tiny)
     fractions = np.clip(fractions, 0.0, 1.0)
+    if generators.any((1, 2)).sum() > exponents.any(1).sum():
+        if fractions.mean() <= _MIN_CENTERED_FRACTION:
+            return None
+        return MatrixCentering(generators, layout.split(center)[0], layout)
     is_determined = (kinds * fractions).sum((1, 2)) > _MIN_CENTERED_FRACTION * kinds.sum((1, 2))
     exponents = np.where(is_determined, exponents, 0.0)
     if not exponents.any():
         return None
     strips = SharedStrips.from_dense(-np.tensordot(exponents, kinds, 1) * fractions)
-    effects, _ = rows_hessian.layout.split(center)
-    return PartialCentering(strips, effects, rows_hessian.layout)
+    return PartialCentering(strips, layout.split(center)[0], layout)
 
 
 def _find_exponents(
@@ -141,6 +151,38 @@ def _find_exponents(
     layout = rows_hessian.layout
     effects, _ = layout.split(position)
     of_effects, _ = layout.split(rows_gradient)
+    kinds = _list_kinds(layout)
+    exponents = _explain_shared(rows_hessian, kinds * effects, kinds * of_effects)
+    return np.where(np.abs(exponents) > _MIN_EXPONENT, exponents, 0.0), kinds
+
+
+def _find_generators(
+    rows_gradient: np.ndarray, rows_hessian: BlockArrowMatrix, position: np.ndarray
+) -> np.ndarray:
+    """Return :attr:`.MatrixCentering.generators`, all zero where no matrix multiplies the effects."""
+    layout = rows_hessian.layout
+    size = layout.effects_per_group
+    if len(layout.groupings) > 1 or not 1 < size <= _MAX_MATRIX_EFFECTS:
+        return np.zeros((layout.num_shared, size, size))
+    effects, _ = layout.split(position)
+    of_effects, _ = layout.split(rows_gradient)
+    entries = np.eye(size**2).reshape(size**2, size, size)
+    changes = np.einsum("nab,bg->nag", entries, effects)
+    of_changes = np.einsum("nab,ag->nbg", entries, of_effects)
+    generators = _explain_shared(rows_hessian, changes, of_changes)
+    return generators.reshape(layout.num_shared, size, size)
+
+
+def _explain_shared(
+    rows_hessian: BlockArrowMatrix, changes: np.ndarray, of_changes: np.ndarray
+) -> np.ndarray:
+    """Return coefficients of changes of the effects, shape ``(s, n)``, that change the gradient of
+    the rows as shared parameters do, zero for those parameters that none do.
+
+    :param changes: shape ``(n, k, G)``.
+    :param of_changes: what is added to the products of the Hessian with the changes.
+    """
+    layout = rows_hessian.layout
     strips = rows_hessian.strips.multiply(np.eye(layout.num_shared))
     # Units in which effects have unit curvature, and shared parameters that or what they add to it.
     # The precision of a group without rows is rounding, in whose units its other entries are large.
@@ -151,22 +193,18 @@ def _find_exponents(
     curvature = np.maximum(curvature, np.finfo(float).tiny)
     units = 1.0 / np.sqrt(layout.merge(precisions, curvature))
     columns = units * layout.merge(strips, rows_hessian.corner)
-    # The change of the gradient along a relative change of all effects of a kind.
-    kinds = _list_kinds(layout)
     no_shared = np.zeros(layout.num_shared)
-    changes = [
-        rows_hessian @ layout.merge(kind * effects, no_shared)
-        + layout.merge(kind * of_effects, no_shared)
-        for kind in kinds
+    products = [
+        rows_hessian @ layout.merge(change, no_shared) + layout.merge(of_change, no_shared)
+        for change, of_change in zip(changes, of_changes, strict=True)
     ]
-    changes = units * np.stack(changes)
-    if not (np.isfinite(columns).all() and np.isfinite(changes).all()):  # LAPACK would raise
-        return np.zeros((layout.num_shared, len(kinds))), kinds
-    exponents = np.linalg.lstsq(changes.T, columns.T, rcond=None)[0].T
-    remainders = np.linalg.norm(columns - exponents @ changes, axis=1)
-    is_scale = remainders < _MAX_REMAINDER * np.linalg.norm(columns, axis=1)
-    is_kept = is_scale[:, None] & (np.abs(exponents) > _MIN_EXPONENT)
-    return np.where(is_kept, exponents, 0.0), kinds
+    products = units * np.stack(products)
+    if not (np.isfinite(columns).all() and np.isfinite(products).all()):  # LAPACK would raise
+        return np.zeros((layout.num_shared, len(changes)))
+    coefficients = np.linalg.lstsq(products.T, columns.T, rcond=None)[0].T
+    remainders = np.linalg.norm(columns - coefficients @ products, axis=1)
+    is_explained = remainders < _MAX_REMAINDER * np.linalg.norm(columns, axis=1)
+    return np.where(is_explained[:, None], coefficients, 0.0)
 
 
 def _list_kinds(layout: BlockArrowLayout) -> np.ndarray:

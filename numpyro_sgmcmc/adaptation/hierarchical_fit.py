@@ -570,8 +570,7 @@ def _refine_shared(
         gradient = preconditioner.gradient_to_expansion(x, gradients.mean(0))
         gradient = preconditioner.factor.apply_transpose(gradient)
         if preconditioner.centering is not None:
-            scales = preconditioner.centering.scale_effects(layout.take_shared(x))
-            blocks = blocks * scales[:, None] * scales
+            blocks = preconditioner.centering.transform_blocks(layout.take_shared(x), blocks)
         precisions = map_groups(_compute_precisions, blocks, factors)
         return np.log(np.maximum(precisions, _MIN_PRECISION)), layout.split(gradient)[1]
 

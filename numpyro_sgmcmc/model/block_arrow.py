@@ -370,7 +370,7 @@ class SharedStrips:
         if self.columns is None:
             return _sum_over_groups(self.values, effects)
         if isinstance(effects, jax.Array):
-            sums = _sum_terms(lambda v, e: v * e[..., None, :, :], self.values, effects)
+            sums = sum_terms(lambda v, e: v * e[..., None, :, :], self.values, effects)
         else:
             sums = np.einsum("nkg,...kg->...nk", self.values, effects)
         one_hot = np.eye(self.num_shared, dtype=sums.dtype)[np.ravel(self.columns)]
@@ -436,7 +436,7 @@ class BlockArrowMatrix:
             product = multiply_blocks(blocks, effects)
             product = product + pairs[i].multiply(effects) if pairs else product
             of_effects = of_effects + shared[..., column, None, None] * product
-            work = _sum_terms(lambda a, b: (a * b).sum(-2), product, effects)
+            work = sum_terms(lambda a, b: (a * b).sum(-2), product, effects)
             of_shared = of_shared.at[..., column].add(work / 2.0)
         return self.layout.merge(of_effects, of_shared)
 
@@ -535,7 +535,7 @@ class BlockArrowFactor:
     scale. With a trend A of their logarithms the effects have coordinates
     :math:`e^{-A \delta_\psi}` times linear ones, so that they are partially non-centred, each group
     by as much as its rows require. :meth:`to_linear` is this map. Effects that the model multiplies
-    by their scale are partially centred after L, by :class:`.PartialCentering`.
+    by their scale are partially centred after L, by :mod:`.partial_centering`.
     """
 
     effect_factors: Any  # F with F F^T the covariances given the shared, shape `(k, k, G)`
@@ -547,7 +547,7 @@ class BlockArrowFactor:
     nesting: GroupNesting | None = None  # where F is that of groups given the group they belong to
     sd_trend: Any = None  # A, `SharedStrips` of derivatives of log SDs by the shared parameters
     has_strips: bool = False  # whether `coupling` has the Hessian's strips B, with W = F F^T B
-    centering: Any = None  # a `PartialCentering` of the displacements, or None
+    centering: Any = None  # a `Centering` of the displacements, or None
 
     @property
     def is_linear(self) -> bool:
@@ -601,9 +601,12 @@ class BlockArrowFactor:
             scales = self._scale_effects(mean)
             factors, inverse_factors = factors * scales, inverse_factors / scales[:, None]
         if self.centering is not None:
-            scales = self.centering.scale_effects(self.shared_factor @ mean)
-            factors, inverse_factors = factors * scales[:, None], inverse_factors / scales
-            nesting = None if nesting is None else nesting.rescale(scales)
+            shared = self.shared_factor @ mean
+            factors, inverse_factors = self.centering.rescale_factors(
+                shared, factors, inverse_factors
+            )
+            if nesting is not None:
+                nesting = nesting.rescale(self.centering.scale_effects(shared))
         return replace(
             self,
             shared_factor=self.shared_factor @ factor,
@@ -736,7 +739,7 @@ def multiply_blocks(blocks: Any, effects: Any, transpose: bool = False) -> Any:
     )
 
 
-def _sum_terms(compute_terms: Callable[..., Any], *arrays: Any) -> Any:
+def sum_terms(compute_terms: Callable[..., Any], *arrays: Any) -> Any:
     """Return the sum over groups of a function of arrays with the groups as their last axis.
 
     XLA on CPUs computes long sums along the last axis slowly, and faster as sums of chunks.

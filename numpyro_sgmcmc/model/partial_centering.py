@@ -12,6 +12,11 @@ the center, its displacement has the coordinate
 which is the displacement itself to first order. With :math:`\kappa = 1` the product is linear in
 :math:`x` and :math:`e^{\delta_\lambda}`. Reference: Papaspiliopoulos, Roberts and Sköld (2007), *A
 general framework for the parametrization of hierarchical models*.
+
+:class:`MatrixCentering` is for effects that the model multiplies by a matrix :math:`M(\psi)` of the
+shared parameters, such as scales and the Cholesky factor of a correlation matrix. With
+:math:`A_j = M^{-1}\partial_jM` at the center and :math:`X = \sum_j \delta_j A_j`, the coordinates
+are :math:`x = e^X (e - \hat e) + (e^X - I - X)\hat e`.
 """
 
 from __future__ import annotations
@@ -25,7 +30,15 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from numpyro_sgmcmc.model.block_arrow import BlockArrowLayout, BlockArrowMatrix, SharedStrips
+from numpyro_sgmcmc.model.block_arrow import (
+    BlockArrowLayout,
+    BlockArrowMatrix,
+    SharedStrips,
+    sum_terms,
+)
+
+# Of the matrix exponential: in float64 exact to 1e-11 for matrices of norm 4 and less.
+_NUM_SQUARINGS, _TAYLOR_ORDER = 4, 8
 
 
 @partial(
@@ -82,6 +95,21 @@ class PartialCentering:
         """Return derivatives of the effects by their coordinates, shape ``(..., k, G)``."""
         return _get_namespace(shared).exp(self.exponents.multiply(shared))
 
+    def rescale_factors(
+        self, shared: np.ndarray, factors: np.ndarray, inverse_factors: np.ndarray
+    ) -> tuple[np.ndarray, np.ndarray]:
+        """Return factors ``(k, k, G)`` of effects, and their inverses, from those of coordinates.
+
+        :param shared: the displacement of the shared parameters, shape ``(s,)``.
+        """
+        scales = self.scale_effects(shared)
+        return factors * scales[:, None], inverse_factors / scales
+
+    def transform_blocks(self, shared: np.ndarray, blocks: np.ndarray) -> np.ndarray:
+        """Return second derivatives by the coordinates of effects, from those by effects."""
+        scales = self.scale_effects(shared)
+        return blocks * scales[:, None] * scales
+
     def wrap_gradient(self, fn: Callable[[Any], Any], center: Any) -> Callable[[Any], Any]:
         """Return a function of coordinates that is the gradient of a function of positions."""
         return lambda x: self.pull_back(x, fn(center + self.to_displacement(x)))
@@ -105,6 +133,155 @@ class PartialCentering:
     def move(self, center: np.ndarray) -> PartialCentering:
         """Return the coordinates of displacements from another center."""
         return replace(self, effects=self.layout.split(center)[0])
+
+
+@partial(
+    jax.tree_util.register_dataclass,
+    data_fields=["generators", "effects"],
+    meta_fields=["layout"],
+)
+@dataclass(frozen=True)
+class MatrixCentering:
+    """As :class:`PartialCentering`, of one grouping, whose effects a matrix multiplies.
+
+    All groups are fully centred.
+    """
+
+    generators: Any  # A, shape `(s, k, k)`; zero for other shared parameters
+    effects: Any  # at the center, shape `(k, G)`
+    layout: BlockArrowLayout
+
+    def to_displacement(self, x: Any) -> Any:
+        """Return the displacement at coordinates."""
+        effects, shared = self.layout.split(x)
+        generator = self._combine(shared)
+        inverse = _compute_exponential(-generator)
+        products = effects + self.effects + _multiply(generator, self.effects)
+        return self.layout.merge(_multiply(inverse, products) - self.effects, shared)
+
+    def from_displacement(self, displacement: Any) -> Any:
+        """Return the coordinates of a displacement."""
+        effects, shared = self.layout.split(displacement)
+        generator = self._combine(shared)
+        products = _multiply(_compute_exponential(generator), effects + self.effects)
+        coordinates = products - self.effects - _multiply(generator, self.effects)
+        return self.layout.merge(coordinates, shared)
+
+    def pull_back(self, x: Any, gradient: Any) -> Any:
+        """Return the gradient by coordinates from one by displacements, without the Jacobian's."""
+        effects, shared = self.layout.split(x)
+        of_effects, of_shared = self.layout.split(gradient)
+        generator = self._combine(shared)
+        work = self._compute_work(generator, effects, of_effects)
+        of_effects = _multiply(_compute_exponential(-generator).swapaxes(-1, -2), of_effects)
+        return self.layout.merge(of_effects, of_shared + work)
+
+    def push_forward(self, x: Any, gradient: Any) -> Any:
+        """Return the gradient by displacements: the inverse of :meth:`pull_back`."""
+        effects, shared = self.layout.split(x)
+        of_effects, of_shared = self.layout.split(gradient)
+        generator = self._combine(shared)
+        of_effects = _multiply(_compute_exponential(generator).swapaxes(-1, -2), of_effects)
+        work = self._compute_work(generator, effects, of_effects)
+        return self.layout.merge(of_effects, of_shared - work)
+
+    @property
+    def log_jacobian_gradient(self) -> Any:
+        """Gradient of the log Jacobian determinant, the same everywhere, shape ``(d,)``."""
+        traces = (self.generators * np.eye(len(self.effects), dtype=self.generators.dtype)).sum(
+            (1, 2)
+        )
+        return self.layout.merge(0.0 * self.effects, -self.layout.num_groups * traces)
+
+    def rescale_factors(
+        self, shared: np.ndarray, factors: np.ndarray, inverse_factors: np.ndarray
+    ) -> tuple[np.ndarray, np.ndarray]:
+        """As :meth:`PartialCentering.rescale_factors`."""
+        generator = self._combine(shared)
+        factors = np.einsum("ab,bcg->acg", _compute_exponential(-generator), factors)
+        return factors, np.einsum("abg,bc->acg", inverse_factors, _compute_exponential(generator))
+
+    def transform_blocks(self, shared: np.ndarray, blocks: np.ndarray) -> np.ndarray:
+        """As :meth:`PartialCentering.transform_blocks`."""
+        scales = _compute_exponential(-self._combine(shared))
+        return np.einsum("ba,bcg,cd->adg", scales, blocks, scales, optimize=True)
+
+    def wrap_gradient(self, fn: Callable[[Any], Any], center: Any) -> Callable[[Any], Any]:
+        """Return a function of coordinates that is the gradient of a function of positions."""
+        return lambda x: self.pull_back(x, fn(center + self.to_displacement(x)))
+
+    def transform_hessian(
+        self, hessian: BlockArrowMatrix, gradient: np.ndarray
+    ) -> BlockArrowMatrix:
+        """As :meth:`PartialCentering.transform_hessian`."""
+        of_effects, _ = self.layout.split(gradient)
+        strips = -np.einsum("jab,ag->jbg", self.generators, of_effects)
+        curve = np.einsum("ibg,jbc,cg->ij", strips, self.generators, self.effects, optimize=True)
+        strips = hessian.strips.multiply(np.eye(self.layout.num_shared)) + strips
+        corner = hessian.corner + (curve + curve.T) / 2.0
+        return replace(hessian, strips=SharedStrips.from_dense(strips), corner=corner)
+
+    def move(self, center: np.ndarray) -> MatrixCentering:
+        """Return the coordinates of displacements from another center."""
+        return replace(self, effects=self.layout.split(center)[0])
+
+    def _combine(self, shared: Any) -> Any:
+        """Return X, shape ``(..., k, k)``."""
+        return (shared[..., None, None] * self.generators).sum(-3)
+
+    def _compute_work(self, generator: Any, effects: Any, of_effects: Any) -> Any:
+        """Return the gradient by the shared parameters, through the effects' displacements.
+
+        :param of_effects: the gradient by displacements.
+        """
+        products = effects + self.effects + _multiply(generator, self.effects)
+        by_center = _sum_outer_products(of_effects, self.effects)
+        by_products = _sum_outer_products(of_effects, products)
+        # The adjoint of the exponential's derivative is a block of the exponential of a block
+        # matrix.
+        transposed = generator.swapaxes(-1, -2)
+        xp = _get_namespace(generator)
+        upper = xp.concatenate([-transposed, by_products], -1)
+        lower = xp.concatenate([xp.zeros_like(transposed), -transposed], -1)
+        size = len(self.effects)
+        exponential = _compute_exponential(xp.concatenate([upper, lower], -2))
+        adjoint = exponential[..., :size, size:]
+        inverse_transposed = exponential[..., :size, :size]
+        work = _multiply(inverse_transposed, by_center) - adjoint
+        return (self.generators * work[..., None, :, :]).sum((-2, -1))
+
+
+Centering = PartialCentering | MatrixCentering
+
+
+def _compute_exponential(x: Any) -> Any:
+    """Return matrix exponentials, by the Taylor series of ``x / 2^n``.
+
+    SciPy has none for compiled code, and that of JAX takes a second to compile.
+    """
+    x = x / 2.0**_NUM_SQUARINGS
+    total = np.eye(x.shape[-1], dtype=x.dtype) + x
+    term = x
+    for order in range(2, _TAYLOR_ORDER + 1):
+        term = _multiply(term, x) / order
+        total = total + term
+    for _ in range(_NUM_SQUARINGS):
+        total = _multiply(total, total)
+    return total
+
+
+def _multiply(matrices: Any, effects: Any) -> Any:
+    """Return ``(..., k, k)`` times ``(..., k, G)``; as sums, for accelerators round products."""
+    terms = (matrices[..., b, None] * effects[..., b, None, :] for b in range(matrices.shape[-1]))
+    return sum(terms)
+
+
+def _sum_outer_products(of_effects: Any, effects: Any) -> Any:
+    """Return the sum over groups of products of two effects, shape ``(..., k, k)``."""
+    if isinstance(of_effects, jax.Array):
+        effects = jnp.broadcast_to(effects, of_effects.shape)
+        return sum_terms(lambda a, b: a[..., :, None, :] * b[..., None, :, :], of_effects, effects)
+    return np.einsum("...ag,...bg->...ab", of_effects, effects)
 
 
 def _get_namespace(x: Any) -> Any:

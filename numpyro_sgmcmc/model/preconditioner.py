@@ -20,7 +20,7 @@ from jax import lax
 from numpyro_sgmcmc.model.block_arrow import BlockArrowFactor
 from numpyro_sgmcmc.model.hessian_factor import HessianFactor
 from numpyro_sgmcmc.model.low_rank import LowRankFactor
-from numpyro_sgmcmc.model.partial_centering import PartialCentering
+from numpyro_sgmcmc.model.partial_centering import Centering
 
 
 class Preconditioner(NamedTuple):
@@ -101,8 +101,8 @@ class Preconditioner(NamedTuple):
         return self.center + self.to_displacement(q)
 
     @property
-    def centering(self) -> PartialCentering | None:
-        """Partial centring of effects that the model multiplies by their scale, or None."""
+    def centering(self) -> Centering | None:
+        """Centring of effects that the model multiplies by their scale or a matrix, or None."""
         return self.factor.centering if self.is_block_arrow else None
 
     def to_displacement(self, q: Any) -> Any:

@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from scipy.linalg import expm
 
 from numpyro_sgmcmc.model.block_arrow import (
     BlockArrowFactor,
@@ -15,12 +16,15 @@ from numpyro_sgmcmc.model.block_arrow import (
     GroupNesting,
     SharedStrips,
 )
-from numpyro_sgmcmc.model.partial_centering import PartialCentering
+from numpyro_sgmcmc.model.partial_centering import MatrixCentering, PartialCentering
 from numpyro_sgmcmc.model.preconditioner import Preconditioner
 
 # Twelve schools in six districts, and three shared parameters.
 LAYOUT = BlockArrowLayout(21, (EffectSite(1, (6,), (0,)), EffectSite(8, (12,), (0,), grouping=1)))
 SHARED_SHAPE = LAYOUT.num_shared, LAYOUT.effects_per_group, LAYOUT.num_groups
+
+# Seven groups of two effects, and three shared parameters.
+MATRIX_LAYOUT = BlockArrowLayout(17, (EffectSite(1, (7, 2), (0,)),))
 
 
 def make_centering(rng):
@@ -28,6 +32,26 @@ def make_centering(rng):
     exponents[0] = 0.0
     effects = rng.standard_normal(SHARED_SHAPE[1:])
     return PartialCentering(SharedStrips.from_dense(exponents), effects, LAYOUT)
+
+
+def make_matrix_centering(rng):
+    generators = 0.5 * rng.standard_normal((3, 2, 2))
+    generators[0] = 0.0
+    return MatrixCentering(generators, rng.standard_normal((2, 7)), MATRIX_LAYOUT)
+
+
+def make_matrix_preconditioner(rng):
+    factors = rng.standard_normal((2, 2, 7))
+    inverse_factors = np.moveaxis(np.linalg.inv(np.moveaxis(factors, -1, 0)), 0, -1)
+    factor = BlockArrowFactor(
+        factors,
+        inverse_factors,
+        SharedStrips.from_dense(rng.standard_normal((3, 2, 7))),
+        rng.standard_normal((3, 3)),
+        MATRIX_LAYOUT,
+        centering=make_matrix_centering(rng),
+    )
+    return Preconditioner(rng.standard_normal(MATRIX_LAYOUT.dim), factor)
 
 
 def make_preconditioner(rng):
@@ -47,10 +71,11 @@ def make_preconditioner(rng):
     return Preconditioner(rng.standard_normal(LAYOUT.dim), factor)
 
 
-def test_maps_have_inverses():
+@pytest.mark.parametrize("make", [make_centering, make_matrix_centering])
+def test_maps_have_inverses(make):
     rng = np.random.default_rng(0)
-    centering = make_centering(rng)
-    x, gradient = rng.standard_normal((2, LAYOUT.dim))
+    centering = make(rng)
+    x, gradient = rng.standard_normal((2, centering.layout.dim))
     displacement = centering.to_displacement(x)
     np.testing.assert_allclose(centering.from_displacement(displacement), x, atol=1e-12)
     pulled_back = centering.pull_back(x, gradient)
@@ -69,9 +94,21 @@ def test_products_with_fully_centred_effects_are_linear_in_the_scale():
     np.testing.assert_allclose(product, effects + centering.effects * (1.0 + shared[1]))
 
 
-def test_gradient_is_that_of_the_transformed_density():
+def test_products_with_a_matrix_are_linear_in_one_shared_parameter():
+    rng = np.random.default_rng(0)
+    centering = make_matrix_centering(rng)
+    effects, shared = rng.standard_normal((2, 7)), np.array([0.4, 0.9, 0.0])
+    moved, _ = MATRIX_LAYOUT.split(centering.to_displacement(MATRIX_LAYOUT.merge(effects, shared)))
+    generator = 0.9 * centering.generators[1]
+    products = expm(generator) @ (centering.effects + moved)
+    np.testing.assert_allclose(products, effects + (np.eye(2) + generator) @ centering.effects)
+
+
+@pytest.mark.parametrize("make", [make_preconditioner, make_matrix_preconditioner])
+def test_gradient_is_that_of_the_transformed_density(make):
     rng = np.random.default_rng(2)
-    preconditioner, q = make_preconditioner(rng), 0.5 * rng.standard_normal(LAYOUT.dim)
+    preconditioner = make(rng)
+    q = 0.5 * rng.standard_normal(preconditioner.center.size)
 
     def potential(position):
         return jnp.sum(jnp.cosh(position)) + jnp.sum(position[1:] * position[:-1]) ** 2
@@ -105,30 +142,35 @@ def test_transposed_factor_has_its_inverse(has_strips):
     np.testing.assert_allclose(found, gradient, atol=1e-9)
 
 
-def test_coordinates_about_another_center_have_the_same_scale():
+@pytest.mark.parametrize("make", [make_preconditioner, make_matrix_preconditioner])
+def test_coordinates_about_another_center_have_the_same_scale(make):
     """The map from the new coordinates to the old is linear in the effects given the shared."""
     rng = np.random.default_rng(4)
-    preconditioner = make_preconditioner(rng)
-    no_effects = np.zeros(SHARED_SHAPE[1:])
-    center = preconditioner.to_position(LAYOUT.merge(no_effects, 0.3 * rng.standard_normal(3)))
-    shift = LAYOUT.take_shared(preconditioner.from_position(center))
+    preconditioner = make(rng)
+    layout = preconditioner.factor.layout
+    no_effects = np.zeros((layout.effects_per_group, layout.num_groups))
+    center = preconditioner.to_position(layout.merge(no_effects, 0.3 * rng.standard_normal(3)))
+    shift = layout.take_shared(preconditioner.from_position(center))
     factor = preconditioner.factor.refit_shared(shift, np.eye(3))
     factor = replace(factor, centering=factor.centering.move(center))
     moved = Preconditioner(center, factor)
-    effects = rng.standard_normal(SHARED_SHAPE[1:])
-    expected = preconditioner.to_position(LAYOUT.merge(effects, shift)) - center
-    found = moved.to_position(LAYOUT.merge(effects, np.zeros(3))) - center
+    effects = rng.standard_normal(no_effects.shape)
+    expected = preconditioner.to_position(layout.merge(effects, shift)) - center
+    found = moved.to_position(layout.merge(effects, np.zeros(3))) - center
     np.testing.assert_allclose(found, expected, atol=1e-9)
 
 
-def test_hessian_is_that_of_the_transformed_function():
+@pytest.mark.parametrize("make", [make_centering, make_matrix_centering])
+def test_hessian_and_blocks_are_those_of_the_transformed_function(make):
     rng = np.random.default_rng(5)
-    centering = make_centering(rng)
-    blocks = rng.standard_normal((1, 1, 18))
+    centering = make(rng)
+    layout = centering.layout
+    size, num_groups = centering.effects.shape
+    blocks = rng.standard_normal((size, size, num_groups))
     corner = rng.standard_normal((3, 3))
-    strips = SharedStrips.from_dense(rng.standard_normal(SHARED_SHAPE))
-    matrix = BlockArrowMatrix(blocks, strips, corner + corner.T, LAYOUT)
-    gradient, units = rng.standard_normal(LAYOUT.dim), np.eye(LAYOUT.dim)
+    strips = SharedStrips.from_dense(rng.standard_normal((3, size, num_groups)))
+    matrix = BlockArrowMatrix(blocks + blocks.swapaxes(0, 1), strips, corner + corner.T, layout)
+    gradient, units = rng.standard_normal(layout.dim), np.eye(layout.dim)
     dense = jnp.asarray(matrix @ units, "f")
     centering_32 = jax.tree.map(lambda x: jnp.asarray(x, "f"), centering)
 
@@ -136,6 +178,13 @@ def test_hessian_is_that_of_the_transformed_function():
         displacement = centering_32.to_displacement(x)
         return jnp.asarray(gradient, "f") @ displacement + displacement @ dense @ displacement / 2
 
-    expected = jax.hessian(fn)(jnp.zeros(LAYOUT.dim, "f"))
+    expected = jax.hessian(fn)(jnp.zeros(layout.dim, "f"))
     found = centering.transform_hessian(matrix, gradient) @ units
+    np.testing.assert_allclose(found, expected, rtol=1e-4, atol=1e-4)
+    # Elsewhere the map is linear in the effects alone.
+    shared = 0.3 * rng.standard_normal(3)
+    x = jnp.asarray(layout.merge(np.zeros((size, num_groups)), shared), "f")
+    probes = layout.make_probes(with_shared=False)
+    expected = layout.make_blocks(probes @ np.asarray(jax.hessian(fn)(x)))
+    found = centering.transform_blocks(shared, matrix.blocks)
     np.testing.assert_allclose(found, expected, rtol=1e-4, atol=1e-4)
