@@ -89,17 +89,17 @@ def add_differences(
         x = np.zeros((2, layout.dim))
         x[:, coordinate] = step, -step
         points = (fit.center + fit.expansion_to_displacement(x)).astype(dtype)
-        scales = np.ones((2, layout.effects_per_group, layout.num_groups))
-        if fit.centering is not None:
-            scales = fit.centering.scale_effects(layout.take_shared(x))
         _, products = inputs.batched_gradients.large_pass_products(points, probes)
         of_prior = [inputs.batched_gradients.prior_products(point, probes)[1] for point in points]
-        above, below = (
-            layout.make_blocks(product - prior) * scale[:, None] * scale
-            for product, prior, scale in zip(products, of_prior, scales, strict=True)
-        )
-        values.append((above - below) / (2.0 * step))
+        blocks = [layout.make_blocks(p) for p in products - np.stack(of_prior)]
+        if fit.centering is not None:
+            all_shared = layout.take_shared(x)
+            blocks = list(map(fit.centering.transform_blocks, all_shared, blocks))
+        values.append((blocks[0] - blocks[1]) / (2.0 * step))
         if hessian.pairs is not None:
+            scales = np.ones((2, layout.effects_per_group, layout.num_groups))
+            if fit.centering is not None:
+                scales = fit.centering.scale_effects(all_shared)
             of_pairs = _compute_pair_difference(inputs, layout, points, scales, float(step))
             if of_pairs is None:
                 return replace(hessian, differences=None)

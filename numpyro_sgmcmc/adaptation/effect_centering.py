@@ -13,7 +13,8 @@ hierarchy, and :func:`find_partial_centering` is for the chains.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -35,6 +36,8 @@ from numpyro_sgmcmc.model.partial_centering import (
 _MAX_REMAINDER = 1e-2
 _MIN_EXPONENT = 0.1  # 1 for the logarithm of an SD, 0.5 for that of a variance
 _MAX_MATRIX_EFFECTS = 8  # effects per group up to which a matrix is looked for, in its square
+# Shared parameters of a matrix up to which its second derivatives are measured: two Hessians each.
+_MAX_CURVED_SHARED = 10
 # Precision by the rows of a group that is no rounding, relative to the mean of all groups.
 _MIN_RELATIVE_PRECISION = 1e-4
 # Mean over groups of the fraction of an effect's precision that is from the rows, from which on
@@ -118,11 +121,13 @@ def find_partial_centering(
     rows_hessian: BlockArrowMatrix,
     center: np.ndarray,
     prior_precisions: np.ndarray,
+    known: Centering | None = None,
 ) -> Centering | None:
     """Return the centring of effects that scales or a matrix multiply, None without such.
 
     :param rows_gradient: at the center, of the rows' part of the potential.
     :param prior_precisions: of each effect, shape ``(k, G)``.
+    :param known: the centring about another center, whose curvatures are kept.
     """
     layout = rows_hessian.layout
     exponents, kinds = _find_exponents(rows_gradient, rows_hessian, center)
@@ -133,13 +138,50 @@ def find_partial_centering(
     if generators.any((1, 2)).sum() > exponents.any(1).sum():
         if fractions.mean() <= _MIN_CENTERED_FRACTION:
             return None
-        return MatrixCentering(generators, layout.split(center)[0], layout)
+        curvatures = known.curvatures if isinstance(known, MatrixCentering) else None
+        return MatrixCentering(generators, layout.split(center)[0], layout, curvatures)
     is_determined = (kinds * fractions).sum((1, 2)) > _MIN_CENTERED_FRACTION * kinds.sum((1, 2))
     exponents = np.where(is_determined, exponents, 0.0)
     if not exponents.any():
         return None
     strips = SharedStrips.from_dense(-np.tensordot(exponents, kinds, 1) * fractions)
     return PartialCentering(strips, layout.split(center)[0], layout)
+
+
+def add_curvatures(
+    centering: Centering,
+    position: np.ndarray,
+    steps: np.ndarray,
+    evaluate_rows: Callable[[np.ndarray], tuple[np.ndarray, BlockArrowMatrix]],
+) -> Centering:
+    """Return the centring with curvatures, from differences of the generators of a matrix.
+
+    :param position: the center.
+    :param steps: along each shared parameter.
+    :param evaluate_rows: of gradient and Hessian of the rows' part of the potential.
+    """
+    if not isinstance(centering, MatrixCentering):
+        return centering
+    layout, generators = centering.layout, centering.generators
+    is_generator = generators.any((1, 2))
+    if is_generator.sum() > _MAX_CURVED_SHARED:
+        return centering
+    coordinates = layout.take_shared(np.arange(layout.dim))
+    changes = np.zeros((len(steps), *generators.shape))
+    for i in np.flatnonzero(is_generator):
+        shift = np.zeros(layout.dim)
+        shift[coordinates[i]] = steps[i]
+        above, below = (
+            _find_generators(*evaluate_rows(point), point)
+            for point in (position + shift, position - shift)
+        )
+        if not (above[is_generator].any((1, 2)).all() and below[is_generator].any((1, 2)).all()):
+            return centering  # without a matrix there
+        changes[i] = (above - below) / (2.0 * steps[i])
+    products = np.einsum("iab,jbc->ijac", generators, generators)
+    curvatures = changes + (products - products.swapaxes(0, 1)) / 2.0
+    curvatures = (curvatures + curvatures.swapaxes(0, 1)) / 2.0
+    return replace(centering, curvatures=curvatures)
 
 
 def _find_exponents(
@@ -169,18 +211,23 @@ def _find_generators(
     entries = np.eye(size**2).reshape(size**2, size, size)
     changes = np.einsum("nab,bg->nag", entries, effects)
     of_changes = np.einsum("nab,ag->nbg", entries, of_effects)
-    generators = _explain_shared(rows_hessian, changes, of_changes)
+    generators = _explain_shared(rows_hessian, changes, of_changes, of_effects_only=True)
     return generators.reshape(layout.num_shared, size, size)
 
 
 def _explain_shared(
-    rows_hessian: BlockArrowMatrix, changes: np.ndarray, of_changes: np.ndarray
+    rows_hessian: BlockArrowMatrix,
+    changes: np.ndarray,
+    of_changes: np.ndarray,
+    of_effects_only: bool = False,
 ) -> np.ndarray:
     """Return coefficients of changes of the effects, shape ``(s, n)``, that change the gradient of
     the rows as shared parameters do, zero for those parameters that none do.
 
     :param changes: shape ``(n, k, G)``.
     :param of_changes: what is added to the products of the Hessian with the changes.
+    :param of_effects_only: whether to compare changes of the effects' gradients alone. Generators
+        of a matrix change with the shared parameters, unlike exponents, and so do the others'.
     """
     layout = rows_hessian.layout
     strips = rows_hessian.strips.multiply(np.eye(layout.num_shared))
@@ -199,6 +246,10 @@ def _explain_shared(
         for change, of_change in zip(changes, of_changes, strict=True)
     ]
     products = units * np.stack(products)
+    if of_effects_only:
+        columns, products = (
+            layout.split(x)[0].reshape(len(x), -1) for x in (columns, products)
+        )
     if not (np.isfinite(columns).all() and np.isfinite(products).all()):  # LAPACK would raise
         return np.zeros((layout.num_shared, len(changes)))
     coefficients = np.linalg.lstsq(products.T, columns.T, rcond=None)[0].T

@@ -15,8 +15,13 @@ general framework for the parametrization of hierarchical models*.
 
 :class:`MatrixCentering` is for effects that the model multiplies by a matrix :math:`M(\psi)` of the
 shared parameters, such as scales and the Cholesky factor of a correlation matrix. With
-:math:`A_j = M^{-1}\partial_jM` at the center and :math:`X = \sum_j \delta_j A_j`, the coordinates
-are :math:`x = e^X (e - \hat e) + (e^X - I - X)\hat e`.
+:math:`A_j = M^{-1}\partial_jM` at the center and
+
+.. math:: X = \sum_j \delta_j A_j + \frac12\sum_{ij} \delta_i\delta_j S_{ij}, \quad
+   S_{ij} = \partial_iA_j + \frac12(A_iA_j - A_jA_i),
+
+:math:`e^X` is :math:`\hat M^{-1}M` to second order, and the coordinates are
+:math:`x = e^X e - (I + \sum_j \delta_j A_j)\hat e`.
 """
 
 from __future__ import annotations
@@ -85,9 +90,8 @@ class PartialCentering:
         of_shared = of_shared - self.exponents.sum_over_groups(work)
         return self.layout.merge(of_effects * _get_namespace(x).exp(-t), of_shared)
 
-    @property
-    def log_jacobian_gradient(self) -> Any:
-        """Gradient of the log Jacobian determinant, the same everywhere, shape ``(d,)``."""
+    def log_jacobian_gradient(self, x: Any) -> Any:
+        """Return the gradient of the log Jacobian determinant, the same everywhere, ``(d,)``."""
         ones = _get_namespace(self.effects).ones_like(self.effects)
         return self.layout.merge(0.0 * ones, self.exponents.sum_over_groups(ones))
 
@@ -137,7 +141,7 @@ class PartialCentering:
 
 @partial(
     jax.tree_util.register_dataclass,
-    data_fields=["generators", "effects"],
+    data_fields=["generators", "effects", "curvatures"],
     meta_fields=["layout"],
 )
 @dataclass(frozen=True)
@@ -150,64 +154,59 @@ class MatrixCentering:
     generators: Any  # A, shape `(s, k, k)`; zero for other shared parameters
     effects: Any  # at the center, shape `(k, G)`
     layout: BlockArrowLayout
+    curvatures: Any = None  # S, shape `(s, s, k, k)`, symmetric; None for zeros
 
     def to_displacement(self, x: Any) -> Any:
         """Return the displacement at coordinates."""
         effects, shared = self.layout.split(x)
-        generator = self._combine(shared)
-        inverse = _compute_exponential(-generator)
-        products = effects + self.effects + _multiply(generator, self.effects)
-        return self.layout.merge(_multiply(inverse, products) - self.effects, shared)
+        exponential = _compute_exponential(-self._compute_exponent(shared))
+        products = self._add_products(effects, shared)
+        return self.layout.merge(_multiply(exponential, products) - self.effects, shared)
 
     def from_displacement(self, displacement: Any) -> Any:
         """Return the coordinates of a displacement."""
         effects, shared = self.layout.split(displacement)
-        generator = self._combine(shared)
-        products = _multiply(_compute_exponential(generator), effects + self.effects)
-        coordinates = products - self.effects - _multiply(generator, self.effects)
-        return self.layout.merge(coordinates, shared)
+        exponential = _compute_exponential(self._compute_exponent(shared))
+        products = _multiply(exponential, effects + self.effects)
+        at_center = self._add_products(_get_namespace(effects).zeros_like(effects), shared)
+        return self.layout.merge(products - at_center, shared)
 
     def pull_back(self, x: Any, gradient: Any) -> Any:
         """Return the gradient by coordinates from one by displacements, without the Jacobian's."""
-        effects, shared = self.layout.split(x)
         of_effects, of_shared = self.layout.split(gradient)
-        generator = self._combine(shared)
-        work = self._compute_work(generator, effects, of_effects)
-        of_effects = _multiply(_compute_exponential(-generator).swapaxes(-1, -2), of_effects)
-        return self.layout.merge(of_effects, of_shared + work)
+        work = self._compute_work(x, of_effects)
+        exponential = _compute_exponential(-self._compute_exponent(self.layout.take_shared(x)))
+        return self.layout.merge(_multiply(_transpose(exponential), of_effects), of_shared + work)
 
     def push_forward(self, x: Any, gradient: Any) -> Any:
         """Return the gradient by displacements: the inverse of :meth:`pull_back`."""
-        effects, shared = self.layout.split(x)
         of_effects, of_shared = self.layout.split(gradient)
-        generator = self._combine(shared)
-        of_effects = _multiply(_compute_exponential(generator).swapaxes(-1, -2), of_effects)
-        work = self._compute_work(generator, effects, of_effects)
-        return self.layout.merge(of_effects, of_shared - work)
+        exponential = _compute_exponential(self._compute_exponent(self.layout.take_shared(x)))
+        of_effects = _multiply(_transpose(exponential), of_effects)
+        return self.layout.merge(of_effects, of_shared - self._compute_work(x, of_effects))
 
-    @property
-    def log_jacobian_gradient(self) -> Any:
-        """Gradient of the log Jacobian determinant, the same everywhere, shape ``(d,)``."""
-        traces = (self.generators * np.eye(len(self.effects), dtype=self.generators.dtype)).sum(
-            (1, 2)
-        )
-        return self.layout.merge(0.0 * self.effects, -self.layout.num_groups * traces)
+    def log_jacobian_gradient(self, x: Any) -> Any:
+        """Return the gradient of the log Jacobian determinant."""
+        effects, shared = self.layout.split(x)
+        size = len(self.effects)
+        traces = sum(self._differentiate(shared)[..., a, a] for a in range(size))
+        return self.layout.merge(0.0 * effects, -self.layout.num_groups * traces)
 
     def rescale_factors(
         self, shared: np.ndarray, factors: np.ndarray, inverse_factors: np.ndarray
     ) -> tuple[np.ndarray, np.ndarray]:
         """As :meth:`PartialCentering.rescale_factors`."""
-        generator = self._combine(shared)
-        factors = np.einsum("ab,bcg->acg", _compute_exponential(-generator), factors)
-        return factors, np.einsum("abg,bc->acg", inverse_factors, _compute_exponential(generator))
+        exponent = self._compute_exponent(shared)
+        factors = np.einsum("ab,bcg->acg", _compute_exponential(-exponent), factors)
+        return factors, np.einsum("abg,bc->acg", inverse_factors, _compute_exponential(exponent))
 
     def transform_blocks(self, shared: np.ndarray, blocks: np.ndarray) -> np.ndarray:
         """As :meth:`PartialCentering.transform_blocks`."""
-        scales = _compute_exponential(-self._combine(shared))
-        return np.einsum("ba,bcg,cd->adg", scales, blocks, scales, optimize=True)
+        exponential = _compute_exponential(-self._compute_exponent(shared))
+        return np.einsum("ba,bcg,cd->adg", exponential, blocks, exponential, optimize=True)
 
     def wrap_gradient(self, fn: Callable[[Any], Any], center: Any) -> Callable[[Any], Any]:
-        """Return a function of coordinates that is the gradient of a function of positions."""
+        """As :meth:`PartialCentering.wrap_gradient`."""
         return lambda x: self.pull_back(x, fn(center + self.to_displacement(x)))
 
     def transform_hessian(
@@ -217,38 +216,52 @@ class MatrixCentering:
         of_effects, _ = self.layout.split(gradient)
         strips = -np.einsum("jab,ag->jbg", self.generators, of_effects)
         curve = np.einsum("ibg,jbc,cg->ij", strips, self.generators, self.effects, optimize=True)
-        strips = hessian.strips.multiply(np.eye(self.layout.num_shared)) + strips
         corner = hessian.corner + (curve + curve.T) / 2.0
+        if self.curvatures is not None:
+            corner -= np.einsum("ijab,ag,bg->ij", self.curvatures, of_effects, self.effects)
+        strips = hessian.strips.multiply(np.eye(self.layout.num_shared)) + strips
         return replace(hessian, strips=SharedStrips.from_dense(strips), corner=corner)
 
     def move(self, center: np.ndarray) -> MatrixCentering:
         """Return the coordinates of displacements from another center."""
         return replace(self, effects=self.layout.split(center)[0])
 
-    def _combine(self, shared: Any) -> Any:
-        """Return X, shape ``(..., k, k)``."""
-        return (shared[..., None, None] * self.generators).sum(-3)
+    def _differentiate(self, shared: Any) -> Any:
+        """Return derivatives of X by the shared parameters, shape ``(..., s, k, k)``."""
+        if self.curvatures is None:
+            return self.generators + 0.0 * shared[..., None, None]
+        return self.generators + (shared[..., :, None, None, None] * self.curvatures).sum(-4)
 
-    def _compute_work(self, generator: Any, effects: Any, of_effects: Any) -> Any:
+    def _compute_exponent(self, shared: Any) -> Any:
+        """Return X, shape ``(..., k, k)``."""
+        mean_slopes = (self.generators + self._differentiate(shared)) / 2.0
+        return (shared[..., None, None] * mean_slopes).sum(-3)
+
+    def _add_products(self, coordinates: Any, shared: Any) -> Any:
+        """Return ``e^X e`` from coordinates of effects."""
+        matrix = (shared[..., None, None] * self.generators).sum(-3)
+        return coordinates + self.effects + _multiply(matrix, self.effects)
+
+    def _compute_work(self, x: Any, of_effects: Any) -> Any:
         """Return the gradient by the shared parameters, through the effects' displacements.
 
         :param of_effects: the gradient by displacements.
         """
-        products = effects + self.effects + _multiply(generator, self.effects)
+        effects, shared = self.layout.split(x)
         by_center = _sum_outer_products(of_effects, self.effects)
-        by_products = _sum_outer_products(of_effects, products)
+        by_products = _sum_outer_products(of_effects, self._add_products(effects, shared))
         # The adjoint of the exponential's derivative is a block of the exponential of a block
         # matrix.
-        transposed = generator.swapaxes(-1, -2)
-        xp = _get_namespace(generator)
-        upper = xp.concatenate([-transposed, by_products], -1)
-        lower = xp.concatenate([xp.zeros_like(transposed), -transposed], -1)
-        size = len(self.effects)
+        exponent = -_transpose(self._compute_exponent(shared))
+        xp, size = _get_namespace(exponent), len(self.effects)
+        upper = xp.concatenate([exponent, by_products], -1)
+        lower = xp.concatenate([xp.zeros_like(exponent), exponent], -1)
         exponential = _compute_exponential(xp.concatenate([upper, lower], -2))
-        adjoint = exponential[..., :size, size:]
-        inverse_transposed = exponential[..., :size, :size]
-        work = _multiply(inverse_transposed, by_center) - adjoint
-        return (self.generators * work[..., None, :, :]).sum((-2, -1))
+        adjoint, transposed = exponential[..., :size, size:], exponential[..., :size, :size]
+        by_center = _multiply(transposed, by_center)
+        terms = self.generators * by_center[..., None, :, :]
+        terms = terms - self._differentiate(shared) * adjoint[..., None, :, :]
+        return terms.sum((-2, -1))
 
 
 Centering = PartialCentering | MatrixCentering
@@ -268,6 +281,10 @@ def _compute_exponential(x: Any) -> Any:
     for _ in range(_NUM_SQUARINGS):
         total = _multiply(total, total)
     return total
+
+
+def _transpose(matrices: Any) -> Any:
+    return matrices.swapaxes(-1, -2)
 
 
 def _multiply(matrices: Any, effects: Any) -> Any:

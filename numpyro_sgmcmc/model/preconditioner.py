@@ -139,7 +139,7 @@ class Preconditioner(NamedTuple):
         determinants of both maps.
         """
         if self.centering is not None:
-            gradient = gradient - self.centering.log_jacobian_gradient
+            gradient = gradient - self.centering.log_jacobian_gradient(self.to_expansion(q))
         gradient = self.apply_transpose(gradient)
         return self.factor.pull_back(q, gradient) if self.is_block_arrow else gradient
 
@@ -196,8 +196,10 @@ class Preconditioner(NamedTuple):
             gradient = self.factor.push_forward(q, gradient)
             if self.centering is None:
                 return gradient
-            gradient = self.factor.solve_transpose(gradient) + self.centering.log_jacobian_gradient
-            gradient = self.centering.push_forward(self.to_expansion(q), gradient)
+            x = self.to_expansion(q)
+            gradient = self.factor.solve_transpose(gradient)
+            gradient = gradient + self.centering.log_jacobian_gradient(x)
+            gradient = self.centering.push_forward(x, gradient)
             return self.apply_transpose(gradient)
         return gradient if self.low_rank is None else self.low_rank.solve(gradient)
 

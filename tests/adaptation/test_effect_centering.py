@@ -1,6 +1,7 @@
 """Effects that a model multiplies by their scale are found, and their gradients have less noise."""
 
 from dataclasses import replace
+from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -108,6 +109,57 @@ def test_effects_of_a_centred_model_or_of_few_rows_are_not_centred(kind, num_row
     assert centering is None
 
 
+def prepare_correlated():
+    """Groups with an intercept and a slope, products of a matrix and standard normal effects."""
+    num_groups, rng = 40, np.random.default_rng(0)
+    group, x = np.arange(ROWS) % num_groups, rng.standard_normal(ROWS)
+    effects = rng.standard_normal((num_groups, 2)) @ np.array([[0.8, 0.3], [0.0, 0.4]])
+    y = effects[group, 0] + effects[group, 1] * x + rng.standard_normal(ROWS)
+
+    def model(group, x, y, batch_size=None):
+        scales = numpyro.sample("scales", dist.HalfNormal(1).expand([2]).to_event(1))
+        correlation = numpyro.sample("correlation", dist.LKJCholesky(2, 2.0))
+        with numpyro.plate("groups", num_groups):
+            z = numpyro.sample("z", dist.Normal(0, 1).expand([2]).to_event(1))
+        effects = z @ (scales[:, None] * correlation).T
+        with numpyro.plate("rows", ROWS, subsample_size=batch_size) as i:
+            eta = effects[group[i], 0] + effects[group[i], 1] * x[i]
+            numpyro.sample("y", dist.Normal(eta, 1.0), obs=y[i])
+
+    args = jnp.asarray(group), jnp.asarray(x, "f"), jnp.asarray(y, "f")
+    inputs = make_inputs(model, args, 90)
+    return inputs, find_block_arrow_layout(inputs.potential, inputs.arguments)
+
+
+def fit_correlated():
+    inputs, layout = prepare_correlated()
+    fit = fit_hierarchy_from_each(inputs, layout, [np.zeros(inputs.potential.dim)])
+    return inputs, layout, fit
+
+
+def compute_matrix(shared):
+    """Return the matrix of :func:`prepare_correlated` at the correlation and the scales."""
+    correlation = jnp.tanh(shared[0])
+    factor = jnp.array([[1.0, 0.0], [correlation, jnp.sqrt(1.0 - correlation**2)]])
+    return jnp.exp(shared[1:])[:, None] * factor
+
+
+def test_effects_that_a_matrix_multiplies_are_centred():
+    _, layout, fit = fit_correlated()
+    shared = jnp.asarray(layout.take_shared(fit.center), "f")
+    inverse = np.linalg.inv(compute_matrix(shared))
+    of_matrix = jax.jacobian(compute_matrix)(shared)
+    expected = np.einsum("ab,bcj->jac", inverse, of_matrix)
+    np.testing.assert_allclose(fit.centering.generators, expected, atol=2e-3)
+    # The exponential is that of the matrix to second order.
+    for step in 0.1 * np.random.default_rng(0).standard_normal((5, 3)):
+        effects = np.eye(2, layout.num_groups)
+        shift = layout.merge(effects, step)
+        shift = replace(fit.centering, effects=0.0 * effects).to_displacement(shift)
+        found = compute_matrix(shared + step) @ layout.split(shift)[0][:, :2]
+        np.testing.assert_allclose(found, compute_matrix(shared), atol=3e-3)
+
+
 def test_a_group_without_rows_does_not_make_the_scale_of_the_rows_one_of_the_effects():
     num_groups, rows_per_group = 50, 10.0
     layout = BlockArrowLayout(num_groups + 1, (EffectSite(0, (num_groups,), (0,)),))
@@ -153,8 +205,9 @@ def test_products_of_effects_and_scales_have_their_gradient_and_hessian(has_zero
     np.testing.assert_allclose(by_products @ np.asarray(directions), np.stack(expected), atol=1e-2)
 
 
-def test_centring_removes_noise_and_keeps_the_mean_of_gradients():
-    inputs, _, fit = fit_near_data("non-centred")
+@pytest.mark.parametrize("prepare_fit", [partial(fit_near_data, "non-centred"), fit_correlated])
+def test_centring_removes_noise_and_keeps_the_mean_of_gradients(prepare_fit):
+    inputs, _, fit = prepare_fit()
     q = jnp.asarray(np.random.default_rng(1).standard_normal(inputs.potential.dim), "f")
     rows = jnp.asarray(np.random.default_rng(2).permutation(ROWS).reshape(-1, 90))
     position = jnp.asarray(fit.to_position(np.asarray(q)), "f")

@@ -36,8 +36,11 @@ def make_centering(rng):
 
 def make_matrix_centering(rng):
     generators = 0.5 * rng.standard_normal((3, 2, 2))
-    generators[0] = 0.0
-    return MatrixCentering(generators, rng.standard_normal((2, 7)), MATRIX_LAYOUT)
+    curvatures = 0.3 * rng.standard_normal((3, 3, 2, 2))
+    curvatures = curvatures + curvatures.swapaxes(0, 1)
+    generators[0], curvatures[0], curvatures[:, 0] = 0.0, 0.0, 0.0
+    effects = rng.standard_normal((2, 7))
+    return MatrixCentering(generators, effects, MATRIX_LAYOUT, curvatures)
 
 
 def make_matrix_preconditioner(rng):
@@ -94,14 +97,16 @@ def test_products_with_fully_centred_effects_are_linear_in_the_scale():
     np.testing.assert_allclose(product, effects + centering.effects * (1.0 + shared[1]))
 
 
-def test_products_with_a_matrix_are_linear_in_one_shared_parameter():
+def test_products_with_a_matrix_are_linear_in_the_coordinates():
     rng = np.random.default_rng(0)
     centering = make_matrix_centering(rng)
-    effects, shared = rng.standard_normal((2, 7)), np.array([0.4, 0.9, 0.0])
+    effects, shared = rng.standard_normal((2, 7)), np.array([0.4, 0.9, -0.5])
     moved, _ = MATRIX_LAYOUT.split(centering.to_displacement(MATRIX_LAYOUT.merge(effects, shared)))
-    generator = 0.9 * centering.generators[1]
-    products = expm(generator) @ (centering.effects + moved)
-    np.testing.assert_allclose(products, effects + (np.eye(2) + generator) @ centering.effects)
+    linear = np.tensordot(shared, centering.generators, 1)
+    exponent = linear + np.einsum("i,j,ijab->ab", shared, shared, centering.curvatures) / 2.0
+    products = expm(exponent) @ (centering.effects + moved)
+    expected = effects + (np.eye(2) + linear) @ centering.effects
+    np.testing.assert_allclose(products, expected, atol=1e-9)
 
 
 @pytest.mark.parametrize("make", [make_preconditioner, make_matrix_preconditioner])
