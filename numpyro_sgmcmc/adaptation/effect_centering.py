@@ -13,10 +13,12 @@ hierarchy, and :func:`find_partial_centering` is for the chains.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import itertools
+import math
 from dataclasses import dataclass, replace
 
 import numpy as np
+from scipy import linalg
 
 from numpyro_sgmcmc.adaptation.batched_gradients import BatchedGradients
 from numpyro_sgmcmc.model.block_arrow import (
@@ -36,8 +38,9 @@ from numpyro_sgmcmc.model.partial_centering import (
 _MAX_REMAINDER = 1e-2
 _MIN_EXPONENT = 0.1  # 1 for the logarithm of an SD, 0.5 for that of a variance
 _MAX_MATRIX_EFFECTS = 8  # effects per group up to which a matrix is looked for, in its square
-# Shared parameters of a matrix up to which its second derivatives are measured: two Hessians each.
-_MAX_CURVED_SHARED = 10
+# Of the polynomial that is fitted to the logarithm of a matrix, at points of so many posterior SDs:
+# a gradient on all rows for each point.
+_MAX_DEGREE, _MAX_MONOMIALS, _POINTS_PER_MONOMIAL, _POINT_SCALE = 5, 100, 1.5, 1.5
 # Precision by the rows of a group that is no rounding, relative to the mean of all groups.
 _MIN_RELATIVE_PRECISION = 1e-4
 # Mean over groups of the fraction of an effect's precision that is from the rows, from which on
@@ -116,18 +119,34 @@ class ScaledEffects:
         return gradient, layout.merge(by_products, by_shared)
 
 
+def find_centering(
+    gradients: BatchedGradients,
+    rows_gradient: np.ndarray,
+    rows_hessian: BlockArrowMatrix,
+    center: np.ndarray,
+    prior_precisions: np.ndarray,
+    sds: np.ndarray,
+) -> Centering | None:
+    """Return what :func:`find_partial_centering` does, of a matrix with monomials.
+
+    :param sds: of the shared parameters.
+    """
+    centering = find_partial_centering(rows_gradient, rows_hessian, center, prior_precisions)
+    if isinstance(centering, MatrixCentering):
+        return _add_polynomial(centering, gradients, center, sds)
+    return centering
+
+
 def find_partial_centering(
     rows_gradient: np.ndarray,
     rows_hessian: BlockArrowMatrix,
     center: np.ndarray,
     prior_precisions: np.ndarray,
-    known: Centering | None = None,
 ) -> Centering | None:
     """Return the centring of effects that scales or a matrix multiply, None without such.
 
     :param rows_gradient: at the center, of the rows' part of the potential.
     :param prior_precisions: of each effect, shape ``(k, G)``.
-    :param known: the centring about another center, whose curvatures are kept.
     """
     layout = rows_hessian.layout
     exponents, kinds = _find_exponents(rows_gradient, rows_hessian, center)
@@ -138,8 +157,8 @@ def find_partial_centering(
     if generators.any((1, 2)).sum() > exponents.any(1).sum():
         if fractions.mean() <= _MIN_CENTERED_FRACTION:
             return None
-        curvatures = known.curvatures if isinstance(known, MatrixCentering) else None
-        return MatrixCentering(generators, layout.split(center)[0], layout, curvatures)
+        no_coefficients = np.zeros((0, *generators.shape[1:]))
+        return MatrixCentering(generators, layout.split(center)[0], layout, no_coefficients)
     is_determined = (kinds * fractions).sum((1, 2)) > _MIN_CENTERED_FRACTION * kinds.sum((1, 2))
     exponents = np.where(is_determined, exponents, 0.0)
     if not exponents.any():
@@ -148,40 +167,59 @@ def find_partial_centering(
     return PartialCentering(strips, layout.split(center)[0], layout)
 
 
-def add_curvatures(
-    centering: Centering,
-    position: np.ndarray,
-    steps: np.ndarray,
-    evaluate_rows: Callable[[np.ndarray], tuple[np.ndarray, BlockArrowMatrix]],
-) -> Centering:
-    """Return the centring with curvatures, from differences of the generators of a matrix.
+def _add_polynomial(
+    centering: MatrixCentering, gradients: BatchedGradients, center: np.ndarray, sds: np.ndarray
+) -> MatrixCentering:
+    r"""Return the centring with monomials of higher degree, from values of the matrix.
 
-    :param position: the center.
-    :param steps: along each shared parameter.
-    :param evaluate_rows: of gradient and Hessian of the rows' part of the potential.
+    At effects of zero the gradient of the rows by effects is :math:`M^\top w_g`, where
+    :math:`w_g` does not change with the matrix.
+
+    :param sds: of the shared parameters, about which the polynomial is fitted.
     """
-    if not isinstance(centering, MatrixCentering):
-        return centering
     layout, generators = centering.layout, centering.generators
-    is_generator = generators.any((1, 2))
-    if is_generator.sum() > _MAX_CURVED_SHARED:
+    columns = np.flatnonzero(generators.any((1, 2)))
+    powers = _list_powers(len(columns))
+    if not powers:
         return centering
-    coordinates = layout.take_shared(np.arange(layout.dim))
-    changes = np.zeros((len(steps), *generators.shape))
-    for i in np.flatnonzero(is_generator):
-        shift = np.zeros(layout.dim)
-        shift[coordinates[i]] = steps[i]
-        above, below = (
-            _find_generators(*evaluate_rows(point), point)
-            for point in (position + shift, position - shift)
-        )
-        if not (above[is_generator].any((1, 2)).all() and below[is_generator].any((1, 2)).all()):
-            return centering  # without a matrix there
-        changes[i] = (above - below) / (2.0 * steps[i])
-    products = np.einsum("iab,jbc->ijac", generators, generators)
-    curvatures = changes + (products - products.swapaxes(0, 1)) / 2.0
-    curvatures = (curvatures + curvatures.swapaxes(0, 1)) / 2.0
-    return replace(centering, curvatures=curvatures)
+    rng = np.random.default_rng(0)
+    num_points = round(_POINTS_PER_MONOMIAL * len(powers))
+    shifts = np.zeros((1 + num_points, layout.num_shared))  # with the center
+    points = rng.standard_normal((num_points, len(columns))).clip(-2.0, 2.0)
+    shifts[1:, columns] = _POINT_SCALE * points * sds[columns]
+    no_effects = np.zeros((len(shifts), *centering.effects.shape))
+    positions = layout.merge(no_effects, layout.take_shared(center) + shifts)
+    of_prior, _ = gradients.prior_products(positions[0], layout.make_probes())
+    of_effects, _ = layout.split(gradients.large_pass_gradients(positions) - of_prior)
+    transposed = np.linalg.lstsq(of_effects[0].T, np.concatenate(of_effects, 0).T, rcond=None)[0]
+    ratios = np.moveaxis(transposed.reshape(*transposed.shape[:1], len(shifts), -1), 1, 0)
+    remainders = of_effects - np.einsum("nba,bg->nag", ratios, of_effects[0])
+    sizes = np.linalg.norm(of_effects, axis=(1, 2))
+    if not (np.linalg.norm(remainders, axis=(1, 2)) < _MAX_REMAINDER * sizes).all():
+        return centering
+    exponents = np.stack([linalg.logm(ratio) for ratio in ratios])
+    if np.iscomplexobj(exponents):
+        return centering
+    exponents -= np.tensordot(shifts, generators, 1)
+    all_powers = np.zeros((len(powers), layout.num_shared), int)
+    all_powers[:, columns] = powers
+    scales = (sds**all_powers).prod(1)
+    monomials = (shifts[:, None] ** all_powers).prod(2) / scales
+    values = exponents.reshape(len(shifts), -1)
+    coefficients = np.linalg.lstsq(monomials, values, rcond=None)[0] / scales[:, None]
+    coefficients = coefficients.reshape(-1, *generators.shape[1:])
+    static = tuple(map(tuple, all_powers.tolist()))
+    return replace(centering, coefficients=coefficients, powers=static)
+
+
+def _list_powers(num: int) -> list[tuple[int, ...]]:
+    """Return the powers of ``num`` variables in monomials of the degree that has few of them."""
+    degrees = [d for d in range(2, _MAX_DEGREE + 1) if math.comb(num + d, d) <= _MAX_MONOMIALS]
+    return [
+        tuple(variables.count(j) for j in range(num))
+        for degree in degrees
+        for variables in itertools.combinations_with_replacement(range(num), degree)
+    ]
 
 
 def _find_exponents(
@@ -201,7 +239,7 @@ def _find_exponents(
 def _find_generators(
     rows_gradient: np.ndarray, rows_hessian: BlockArrowMatrix, position: np.ndarray
 ) -> np.ndarray:
-    """Return :attr:`.MatrixCentering.generators`, all zero where no matrix multiplies the effects."""
+    """Return :attr:`.MatrixCentering.generators`, all zero without a matrix."""
     layout = rows_hessian.layout
     size = layout.effects_per_group
     if len(layout.groupings) > 1 or not 1 < size <= _MAX_MATRIX_EFFECTS:
@@ -247,9 +285,7 @@ def _explain_shared(
     ]
     products = units * np.stack(products)
     if of_effects_only:
-        columns, products = (
-            layout.split(x)[0].reshape(len(x), -1) for x in (columns, products)
-        )
+        columns, products = (layout.split(x)[0].reshape(len(x), -1) for x in (columns, products))
     if not (np.isfinite(columns).all() and np.isfinite(products).all()):  # LAPACK would raise
         return np.zeros((layout.num_shared, len(changes)))
     coefficients = np.linalg.lstsq(products.T, columns.T, rcond=None)[0].T

@@ -38,7 +38,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 from itertools import chain
 from typing import Any
 
@@ -47,8 +46,7 @@ import numpy as np
 from numpyro_sgmcmc.adaptation.block_differences import add_differences, add_needed_differences
 from numpyro_sgmcmc.adaptation.effect_centering import (
     ScaledEffects,
-    add_curvatures,
-    find_partial_centering,
+    find_centering,
 )
 from numpyro_sgmcmc.adaptation.effect_correlation import (
     EffectCorrelation,
@@ -432,13 +430,6 @@ def remove_prior(
     return gradient - of_prior, hessian.subtract(prior_hessian)
 
 
-def _evaluate_rows(
-    inputs: WarmupInputs, layout: BlockArrowLayout, position: np.ndarray
-) -> tuple[np.ndarray, BlockArrowMatrix]:
-    """Return gradient and Hessian of the part of the potential that minibatches estimate."""
-    return remove_prior(inputs, position, *evaluate_block_arrow(inputs, layout, position))
-
-
 def _build_preconditioner(
     inputs: WarmupInputs,
     layout: BlockArrowLayout,
@@ -466,15 +457,18 @@ def _build_preconditioner(
     )
     if pairs is not None:
         factor = _factorize_groupings(factor, hessian, pairs, factors)
-    centering = find_partial_centering(
-        rows_gradient, of_rows, conditional.position, prior_precisions
+    sds = np.linalg.norm(shared_factor, axis=1)
+    centering = find_centering(
+        inputs.batched_gradients,
+        rows_gradient,
+        of_rows,
+        conditional.position,
+        prior_precisions,
+        sds,
     )
-    if centering is not None:
-        sds = np.linalg.norm(shared_factor, axis=1)
-        evaluate_rows = partial(_evaluate_rows, inputs, layout)
-        centering = add_curvatures(centering, conditional.position, sds, evaluate_rows)
-        of_rows = centering.transform_hessian(of_rows, rows_gradient)
     factor = replace(factor, centering=centering)
+    if centering is not None:
+        of_rows = centering.transform_hessian(of_rows, rows_gradient)
     preconditioner = Preconditioner(conditional.position, factor, gradient, of_rows)
     if not preconditioner.is_finite():
         raise HierarchyFitError(_NOT_FINITE)
@@ -505,8 +499,9 @@ def recenter_block_arrow(
     rows_gradient, of_rows = remove_prior(inputs, center, gradient, hessian)
     if factor.sd_trend is None:
         prior_precisions = np.diagonal(hessian.blocks - of_rows.blocks).T
-        centering = find_partial_centering(
-            rows_gradient, of_rows, center, prior_precisions, factor.centering
+        sds = np.linalg.norm(factor.shared_factor, axis=1)
+        centering = find_centering(
+            inputs.batched_gradients, rows_gradient, of_rows, center, prior_precisions, sds
         )
     else:  # which is the trend of effects with these fractions
         centering = factor.centering and factor.centering.move(center)

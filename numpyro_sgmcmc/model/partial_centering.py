@@ -13,15 +13,10 @@ which is the displacement itself to first order. With :math:`\kappa = 1` the pro
 :math:`x` and :math:`e^{\delta_\lambda}`. Reference: Papaspiliopoulos, Roberts and Sköld (2007), *A
 general framework for the parametrization of hierarchical models*.
 
-:class:`MatrixCentering` is for effects that the model multiplies by a matrix :math:`M(\psi)` of the
-shared parameters, such as scales and the Cholesky factor of a correlation matrix. With
-:math:`A_j = M^{-1}\partial_jM` at the center and
-
-.. math:: X = \sum_j \delta_j A_j + \frac12\sum_{ij} \delta_i\delta_j S_{ij}, \quad
-   S_{ij} = \partial_iA_j + \frac12(A_iA_j - A_jA_i),
-
-:math:`e^X` is :math:`\hat M^{-1}M` to second order, and the coordinates are
-:math:`x = e^X e - (I + \sum_j \delta_j A_j)\hat e`.
+In :class:`MatrixCentering` the model multiplies effects by a matrix :math:`M(\psi)` of the shared
+parameters, such as scales and the Cholesky factor of a correlation matrix. With
+:math:`X(\delta)`, a polynomial that approximates the logarithm of :math:`\hat M^{-1}M`, and its
+linear part :math:`X_1`, the coordinates are :math:`x = e^X e - (I + X_1)\hat e`.
 """
 
 from __future__ import annotations
@@ -141,8 +136,8 @@ class PartialCentering:
 
 @partial(
     jax.tree_util.register_dataclass,
-    data_fields=["generators", "effects", "curvatures"],
-    meta_fields=["layout"],
+    data_fields=["generators", "effects", "coefficients"],
+    meta_fields=["layout", "powers"],
 )
 @dataclass(frozen=True)
 class MatrixCentering:
@@ -151,10 +146,11 @@ class MatrixCentering:
     All groups are fully centred.
     """
 
-    generators: Any  # A, shape `(s, k, k)`; zero for other shared parameters
+    generators: Any  # coefficients of the linear part, shape `(s, k, k)`; zero for other parameters
     effects: Any  # at the center, shape `(k, G)`
     layout: BlockArrowLayout
-    curvatures: Any = None  # S, shape `(s, s, k, k)`, symmetric; None for zeros
+    coefficients: Any  # of monomials of higher degree, shape `(m, k, k)`
+    powers: tuple[tuple[int, ...], ...] = ()  # of each shared parameter in these monomials
 
     def to_displacement(self, x: Any) -> Any:
         """Return the displacement at coordinates."""
@@ -189,7 +185,8 @@ class MatrixCentering:
         """Return the gradient of the log Jacobian determinant."""
         effects, shared = self.layout.split(x)
         size = len(self.effects)
-        traces = sum(self._differentiate(shared)[..., a, a] for a in range(size))
+        _, derivatives = self._evaluate(shared)
+        traces = sum(derivatives[..., a, a] for a in range(size))
         return self.layout.merge(0.0 * effects, -self.layout.num_groups * traces)
 
     def rescale_factors(
@@ -217,8 +214,12 @@ class MatrixCentering:
         strips = -np.einsum("jab,ag->jbg", self.generators, of_effects)
         curve = np.einsum("ibg,jbc,cg->ij", strips, self.generators, self.effects, optimize=True)
         corner = hessian.corner + (curve + curve.T) / 2.0
-        if self.curvatures is not None:
-            corner -= np.einsum("ijab,ag,bg->ij", self.curvatures, of_effects, self.effects)
+        for powers, coefficient in zip(self.powers, self.coefficients, strict=True):
+            if sum(powers) == 2:
+                i, j = np.repeat(np.arange(len(powers)), powers)
+                work = np.einsum("ab,ag,bg->", coefficient, of_effects, self.effects)
+                corner[i, j] -= work
+                corner[j, i] -= work
         strips = hessian.strips.multiply(np.eye(self.layout.num_shared)) + strips
         return replace(hessian, strips=SharedStrips.from_dense(strips), corner=corner)
 
@@ -226,16 +227,32 @@ class MatrixCentering:
         """Return the coordinates of displacements from another center."""
         return replace(self, effects=self.layout.split(center)[0])
 
-    def _differentiate(self, shared: Any) -> Any:
-        """Return derivatives of X by the shared parameters, shape ``(..., s, k, k)``."""
-        if self.curvatures is None:
-            return self.generators + 0.0 * shared[..., None, None]
-        return self.generators + (shared[..., :, None, None, None] * self.curvatures).sum(-4)
+    def _evaluate(self, shared: Any) -> tuple[Any, Any]:
+        """Return X, shape ``(..., k, k)``, and its derivatives, shape ``(..., s, k, k)``."""
+        exponent = (shared[..., None, None] * self.generators).sum(-3)
+        derivatives = self.generators + 0.0 * shared[..., None, None]
+        if not self.powers:
+            return exponent, derivatives
+        powers = np.array(self.powers)
+        columns = np.flatnonzero(powers.any(0))
+        powers = powers[:, columns]
+        # Of the product, and of the one with one power less of each parameter.
+        lowered = np.maximum(powers - np.eye(len(columns), dtype=int)[:, None], 0)
+        all_powers = np.concatenate([powers[None], lowered])
+        xp, x = _get_namespace(shared), shared[..., columns]
+        table = [xp.ones_like(x)]
+        for _ in range(powers.max()):
+            table.append(table[-1] * x)
+        places = all_powers, np.arange(len(columns))
+        monomials = xp.stack(table, -2)[..., *places].prod(-1)[..., None, None]
+        factors = np.concatenate([np.ones((1, len(powers))), powers.T]).astype(monomials.dtype)
+        sums = (monomials * factors[..., None, None] * self.coefficients).sum(-3)
+        one_hot = np.eye(len(self.generators), dtype=sums.dtype)[columns]
+        added = (one_hot[..., None, None] * sums[..., 1:, None, :, :]).sum(-4)
+        return exponent + sums[..., 0, :, :], derivatives + added
 
     def _compute_exponent(self, shared: Any) -> Any:
-        """Return X, shape ``(..., k, k)``."""
-        mean_slopes = (self.generators + self._differentiate(shared)) / 2.0
-        return (shared[..., None, None] * mean_slopes).sum(-3)
+        return self._evaluate(shared)[0]
 
     def _add_products(self, coordinates: Any, shared: Any) -> Any:
         """Return ``e^X e`` from coordinates of effects."""
@@ -252,7 +269,8 @@ class MatrixCentering:
         by_products = _sum_outer_products(of_effects, self._add_products(effects, shared))
         # The adjoint of the exponential's derivative is a block of the exponential of a block
         # matrix.
-        exponent = -_transpose(self._compute_exponent(shared))
+        exponent, derivatives = self._evaluate(shared)
+        exponent = -_transpose(exponent)
         xp, size = _get_namespace(exponent), len(self.effects)
         upper = xp.concatenate([exponent, by_products], -1)
         lower = xp.concatenate([xp.zeros_like(exponent), exponent], -1)
@@ -260,7 +278,7 @@ class MatrixCentering:
         adjoint, transposed = exponential[..., :size, size:], exponential[..., :size, :size]
         by_center = _multiply(transposed, by_center)
         terms = self.generators * by_center[..., None, :, :]
-        terms = terms - self._differentiate(shared) * adjoint[..., None, :, :]
+        terms = terms - derivatives * adjoint[..., None, :, :]
         return terms.sum((-2, -1))
 
 
