@@ -24,6 +24,7 @@ from numpyro_sgmcmc.model.block_arrow import (
     GroupPairs,
 )
 from numpyro_sgmcmc.model.gradient_estimators import SecondOrderControlVariate
+from numpyro_sgmcmc.model.partial_centering import PartialCentering
 from numpyro_sgmcmc.model.preconditioner import Preconditioner
 
 # Noise variance of a shared parameter's gradient, in units of its posterior SD, from which on the
@@ -98,7 +99,7 @@ def add_differences(
         values.append((blocks[0] - blocks[1]) / (2.0 * step))
         if hessian.pairs is not None:
             scales = np.ones((2, layout.effects_per_group, layout.num_groups))
-            if fit.centering is not None:
+            if isinstance(fit.centering, PartialCentering):
                 scales = fit.centering.scale_effects(all_shared)
             of_pairs = _compute_pair_difference(inputs, layout, points, scales, float(step))
             if of_pairs is None:

@@ -40,7 +40,7 @@ _MIN_EXPONENT = 0.1  # 1 for the logarithm of an SD, 0.5 for that of a variance
 _MAX_MATRIX_EFFECTS = 8  # effects per group up to which a matrix is looked for, in its square
 # Of the polynomial that is fitted to the logarithm of a matrix, at points of so many posterior SDs:
 # a gradient on all rows for each point.
-_MAX_DEGREE, _MAX_MONOMIALS, _POINTS_PER_MONOMIAL, _POINT_SCALE = 5, 100, 1.5, 1.5
+_MAX_DEGREE, _MAX_MONOMIALS, _POINTS_PER_MONOMIAL, _POINT_SCALE = 4, 100, 1.5, 1.5
 # Precision by the rows of a group that is no rounding, relative to the mean of all groups.
 _MIN_RELATIVE_PRECISION = 1e-4
 # Mean over groups of the fraction of an effect's precision that is from the rows, from which on
@@ -125,15 +125,15 @@ def find_centering(
     rows_hessian: BlockArrowMatrix,
     center: np.ndarray,
     prior_precisions: np.ndarray,
-    sds: np.ndarray,
+    shared_sds: np.ndarray,
 ) -> Centering | None:
     """Return what :func:`find_partial_centering` does, of a matrix with monomials.
 
-    :param sds: of the shared parameters.
+    :param shared_sds: SDs of the shared parameters.
     """
     centering = find_partial_centering(rows_gradient, rows_hessian, center, prior_precisions)
     if isinstance(centering, MatrixCentering):
-        return _add_polynomial(centering, gradients, center, sds)
+        return _add_polynomial(centering, gradients, center, shared_sds)
     return centering
 
 
@@ -168,48 +168,57 @@ def find_partial_centering(
 
 
 def _add_polynomial(
-    centering: MatrixCentering, gradients: BatchedGradients, center: np.ndarray, sds: np.ndarray
+    centering: MatrixCentering,
+    gradients: BatchedGradients,
+    center: np.ndarray,
+    shared_sds: np.ndarray,
 ) -> MatrixCentering:
     r"""Return the centring with monomials of higher degree, from values of the matrix.
 
     At effects of zero the gradient of the rows by effects is :math:`M^\top w_g`, where
     :math:`w_g` does not change with the matrix.
 
-    :param sds: of the shared parameters, about which the polynomial is fitted.
+    :param shared_sds: SDs of the shared parameters, about which the polynomial is fitted.
     """
     layout, generators = centering.layout, centering.generators
     columns = np.flatnonzero(generators.any((1, 2)))
     powers = _list_powers(len(columns))
     if not powers:
         return centering
-    rng = np.random.default_rng(0)
+    no_effects = np.zeros(centering.effects.shape)
+    shared = layout.take_shared(center)
+    of_prior, _ = gradients.prior_products(layout.merge(no_effects, shared), layout.make_probes())
+
+    def evaluate_rows(shared: np.ndarray) -> np.ndarray:
+        (gradient,) = gradients.large_pass_gradients(layout.merge(no_effects, shared)[None])
+        return layout.split(gradient - of_prior)[0]
+
     num_points = round(_POINTS_PER_MONOMIAL * len(powers))
-    shifts = np.zeros((1 + num_points, layout.num_shared))  # with the center
-    points = rng.standard_normal((num_points, len(columns))).clip(-2.0, 2.0)
-    shifts[1:, columns] = _POINT_SCALE * points * sds[columns]
-    no_effects = np.zeros((len(shifts), *centering.effects.shape))
-    positions = layout.merge(no_effects, layout.take_shared(center) + shifts)
-    of_prior, _ = gradients.prior_products(positions[0], layout.make_probes())
-    of_effects, _ = layout.split(gradients.large_pass_gradients(positions) - of_prior)
-    transposed = np.linalg.lstsq(of_effects[0].T, np.concatenate(of_effects, 0).T, rcond=None)[0]
-    ratios = np.moveaxis(transposed.reshape(*transposed.shape[:1], len(shifts), -1), 1, 0)
-    remainders = of_effects - np.einsum("nba,bg->nag", ratios, of_effects[0])
-    sizes = np.linalg.norm(of_effects, axis=(1, 2))
-    if not (np.linalg.norm(remainders, axis=(1, 2)) < _MAX_REMAINDER * sizes).all():
-        return centering
-    exponents = np.stack([linalg.logm(ratio) for ratio in ratios])
-    if np.iscomplexobj(exponents):
-        return centering
-    exponents -= np.tensordot(shifts, generators, 1)
+    points = np.random.default_rng(0).standard_normal((num_points, len(columns))).clip(-2.0, 2.0)
+    shifts = np.zeros((num_points, layout.num_shared))
+    shifts[:, columns] = _POINT_SCALE * points * shared_sds[columns]
+    at_center = evaluate_rows(shared)
+    inverse = np.linalg.pinv(at_center)
+    exponents = np.empty((num_points, *generators.shape[1:]))
+    for shift, exponent in zip(shifts, exponents, strict=True):
+        of_effects = evaluate_rows(shared + shift)
+        ratio = of_effects @ inverse  # of the transposed matrices at the point and the center
+        remainder = np.linalg.norm(of_effects - ratio @ at_center)
+        logarithm = linalg.logm(ratio.T) if np.isfinite(ratio).all() else ratio
+        is_matrix = remainder < _MAX_REMAINDER * np.linalg.norm(of_effects)
+        if np.iscomplexobj(logarithm) or not is_matrix:
+            return centering
+        exponent[:] = logarithm - np.tensordot(shift, generators, 1)
     all_powers = np.zeros((len(powers), layout.num_shared), int)
     all_powers[:, columns] = powers
-    scales = (sds**all_powers).prod(1)
+    scales = (shared_sds**all_powers).prod(1)
     monomials = (shifts[:, None] ** all_powers).prod(2) / scales
-    values = exponents.reshape(len(shifts), -1)
-    coefficients = np.linalg.lstsq(monomials, values, rcond=None)[0] / scales[:, None]
-    coefficients = coefficients.reshape(-1, *generators.shape[1:])
-    static = tuple(map(tuple, all_powers.tolist()))
-    return replace(centering, coefficients=coefficients, powers=static)
+    coefficients, *_ = np.linalg.lstsq(monomials, exponents.reshape(num_points, -1), rcond=None)
+    return replace(
+        centering,
+        coefficients=(coefficients / scales[:, None]).reshape(-1, *generators.shape[1:]),
+        powers=tuple(map(tuple, all_powers.tolist())),
+    )
 
 
 def _list_powers(num: int) -> list[tuple[int, ...]]:

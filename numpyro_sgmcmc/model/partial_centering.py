@@ -141,9 +141,9 @@ class PartialCentering:
 )
 @dataclass(frozen=True)
 class MatrixCentering:
-    """As :class:`PartialCentering`, of one grouping, whose effects a matrix multiplies.
+    """Coordinates of displacements of effects of one grouping that a matrix multiplies.
 
-    All groups are fully centred.
+    The methods are those of :class:`PartialCentering`. All groups are fully centred.
     """
 
     generators: Any  # coefficients of the linear part, shape `(s, k, k)`; zero for other parameters
@@ -192,24 +192,24 @@ class MatrixCentering:
     def rescale_factors(
         self, shared: np.ndarray, factors: np.ndarray, inverse_factors: np.ndarray
     ) -> tuple[np.ndarray, np.ndarray]:
-        """As :meth:`PartialCentering.rescale_factors`."""
+        """Return factors of effects, and their inverses, from those of coordinates."""
         exponent = self._compute_exponent(shared)
         factors = np.einsum("ab,bcg->acg", _compute_exponential(-exponent), factors)
         return factors, np.einsum("abg,bc->acg", inverse_factors, _compute_exponential(exponent))
 
     def transform_blocks(self, shared: np.ndarray, blocks: np.ndarray) -> np.ndarray:
-        """As :meth:`PartialCentering.transform_blocks`."""
+        """Return second derivatives by the coordinates of effects, from those by effects."""
         exponential = _compute_exponential(-self._compute_exponent(shared))
         return np.einsum("ba,bcg,cd->adg", exponential, blocks, exponential, optimize=True)
 
     def wrap_gradient(self, fn: Callable[[Any], Any], center: Any) -> Callable[[Any], Any]:
-        """As :meth:`PartialCentering.wrap_gradient`."""
+        """Return a function of coordinates that is the gradient of a function of positions."""
         return lambda x: self.pull_back(x, fn(center + self.to_displacement(x)))
 
     def transform_hessian(
         self, hessian: BlockArrowMatrix, gradient: np.ndarray
     ) -> BlockArrowMatrix:
-        """As :meth:`PartialCentering.transform_hessian`."""
+        """Return the Hessian at the center by coordinates, from one by displacements."""
         of_effects, _ = self.layout.split(gradient)
         strips = -np.einsum("jab,ag->jbg", self.generators, of_effects)
         curve = np.einsum("ibg,jbc,cg->ij", strips, self.generators, self.effects, optimize=True)
