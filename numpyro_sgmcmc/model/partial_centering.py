@@ -288,7 +288,7 @@ Centering = PartialCentering | MatrixCentering
 def _compute_exponential(x: Any) -> Any:
     """Return matrix exponentials, by the Taylor series of ``x / 2^n``.
 
-    SciPy has none for compiled code, and that of JAX takes a second to compile.
+    JAX has this function too, which takes three times as long to compile.
     """
     x = x / 2.0**_NUM_SQUARINGS
     total = np.eye(x.shape[-1], dtype=x.dtype) + x

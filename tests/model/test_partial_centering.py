@@ -162,7 +162,9 @@ def test_coordinates_about_another_center_have_the_same_scale(make):
     moved = Preconditioner(center, factor)
     effects = rng.standard_normal(no_effects.shape)
     expected = preconditioner.to_position(layout.merge(effects, shift)) - center
-    found = moved.to_position(layout.merge(effects, np.zeros(3))) - center
+    moved_effects = layout.merge(effects, np.zeros(3))
+    found = moved.to_position(moved_effects) - center
+    np.testing.assert_allclose(moved.solve(moved.apply(moved_effects)), moved_effects, atol=1e-9)
     np.testing.assert_allclose(found, expected, atol=1e-9)
 
 
