@@ -4,7 +4,10 @@ Where the rows depend on effects :math:`e` and a shared parameter :math:`\psi_j`
 :math:`e^{a\psi_j}e`, their part of the potential is constant along
 :math:`(\delta e, \delta\psi_j) = (-a e, 1)` at every position. So their Hessian H and gradient g
 have :math:`H_{\cdot j} = H_{\cdot e}(a \circ e) + a \circ g_e`. The exponents a of the effects of
-each grouping are found by least squares, and the products from what is left.
+each grouping are found by least squares, and the products from what is left. Where the rows depend
+on :math:`M(\psi)e_g` with a matrix M, such as a Cholesky factor,
+:math:`H_{ej} = H_{ee}(A_je) + A_j^\top g_e` determines :math:`A_j = M^{-1}\partial_jM` in the same
+way.
 
 Given the other effects, the products do not depend on the shared parameters as far as their rows
 determine them. :class:`ScaledEffects` evaluates the model as a function of them, for the fit of a
