@@ -79,6 +79,7 @@ _NUM_ADDITIVITY_TRIALS, _NUM_ORDER_TRIALS, _NUM_ROW_COUNT_POSITIONS = 6, 2, 3
 _MAX_INTERACTION_FRACTION = 1e-3
 _MAX_MINIBATCH_EFFECT_FRACTION = 1e-5
 _ADDITIVITY_ROUNDING_ULPS = 256.0
+_DISTANCES = 30.0, 1000.0  # of further positions for numbers of rows, in posterior SDs
 
 # Site names that a message lists.
 _MAX_SITES_LISTED = 3
@@ -328,6 +329,9 @@ def find_nonadditive_plates(
             continue
         interacts, depends_on_order = _compare_minibatches(batched_gradients, plate, positions, rng)
         sites = size_dependent_sites.get(plate.name, ())
+        # Near positions may differ by less than rounding where the potential is scaled twice.
+        few = q[:_NUM_ROW_COUNT_POSITIONS]
+        distant = (preconditioner.to_position(distance * few) for distance in _DISTANCES)
         if interacts:
             message = format_message(
                 f"The log likelihood of plate '{plate.name}' is not additive over observations.",
@@ -343,7 +347,9 @@ def find_nonadditive_plates(
                 "`i`, not `arange(len(i))`.",
                 "position-in-minibatch",
             )
-        elif sites and _depends_on_num_rows(batched_gradients, plate, positions, rng):
+        elif sites and any(
+            _depends_on_num_rows(batched_gradients, plate, x, rng) for x in (positions, *distant)
+        ):
             listed = ", ".join(f"'{name}'" for name in sites[:_MAX_SITES_LISTED])
             message = format_message(
                 f"The number of rows in a minibatch of plate '{plate.name}' changes the log "

@@ -226,6 +226,12 @@ def find_nonfinite_rows(values: np.ndarray) -> np.ndarray:
 
 
 @jax.tree_util.register_static
+def _begins_with_npy_header(rows: np.memmap) -> bool:
+    """Return whether the first bytes of a memory map are those of a file in NumPy's format."""
+    prefix = np.lib.format.MAGIC_PREFIX
+    return np.asarray(rows[: len(prefix)]).tobytes().startswith(prefix)
+
+
 class HostArray(RowArray):
     """Rows that stay on disk or on the host until a minibatch needs them.
 
@@ -279,6 +285,12 @@ class HostArray(RowArray):
                 f"{source!r} is a HostArray already.", "pass it as it is.", "row-array-source"
             )
         self._check_shape_and_dtype(shape, dtype)
+        if isinstance(source, np.memmap) and _begins_with_npy_header(source):
+            raise InvalidArgumentError(
+                "HostArray got a memory map of a .npy file whose first rows are the file's header.",
+                "open the file with np.load(path, mmap_mode='r').",
+                "row-array-source",
+            )
         self.shape = shape
         self.name = name or _source_name(source)
         self.num_readers = 1

@@ -259,6 +259,24 @@ def test_nonadditive_plates_number_of_rows_is_reported(name):
     assert "'y'" in warning.message
 
 
+@pytest.mark.parametrize(("factor", "num_warnings"), [(1.0, 0), (50_000 / 256, 1)])
+def test_nonadditive_plates_many_rows_that_are_scaled_twice_are_reported(factor, num_warnings):
+    """Between draws of such a posterior the potential changes by less than rounding."""
+    y = np.random.default_rng(0).standard_normal(50_000).astype(np.float32)
+
+    def model(y, batch_size=None):
+        a = numpyro.sample("a", dist.Normal(0, 1))
+        with numpyro.plate("rows", len(y), subsample_size=batch_size) as i:
+            with handlers.scale(scale=len(y) / len(i) if factor > 1.0 else 1.0):
+                numpyro.sample("y", dist.Normal(a, 1), obs=y[i])
+
+    gradients, preconditioner, q = prepare(model, Arguments((y,), {"batch_size": 256}), [0.0])
+    sd = np.array([1.0 / np.sqrt(len(y) * factor)])
+    model_warnings = find_nonadditive_plates(gradients, preconditioner._replace(factor=sd), q)
+    assert len(model_warnings) == num_warnings
+    assert all("number of rows" in warning.message for warning in model_warnings)
+
+
 @pytest.mark.parametrize(
     ("statement", "num_values", "num_programs"),
     [(BY_POSITION["grid"], 26, 0), (BY_NUMBER["scale"], 32, 1)],

@@ -99,6 +99,16 @@ def test_host_array_of_something_else_raises(source, keyword):
         HostArray(source)
 
 
+@pytest.mark.parametrize("shape", [(8,), (4, 2), (2, 4)])
+def test_host_array_of_a_file_whose_header_is_read_as_rows_raises(tmp_path, shape):
+    file = tmp_path / "x.npy"
+    np.save(file, np.arange(8.0, dtype=np.float32))
+    with pytest.raises(ValueError, match=r"header.*\n?.*np\.load"):
+        HostArray(np.memmap(file, np.float32, "r", shape=shape))
+    rows = HostArray(np.load(file, mmap_mode="r"))
+    assert np.array_equal(rows[np.arange(8)], np.arange(8.0))
+
+
 @pytest.mark.parametrize("model", [by_index, by_subsample])
 def test_host_array_of_another_length_than_the_plate_raises(model):
     with pytest.raises(ValueError, match=r"'rows'.*3000.*HostArray\('short'.*2990"):
