@@ -225,13 +225,13 @@ def find_nonfinite_rows(values: np.ndarray) -> np.ndarray:
     return np.flatnonzero(~np.isfinite(values).all(axis=tuple(range(1, values.ndim))))
 
 
-@jax.tree_util.register_static
 def _begins_with_npy_header(rows: np.memmap) -> bool:
     """Return whether the first bytes of a memory map are those of a file in NumPy's format."""
     prefix = np.lib.format.MAGIC_PREFIX
     return np.asarray(rows[: len(prefix)]).tobytes().startswith(prefix)
 
 
+@jax.tree_util.register_static
 class HostArray(RowArray):
     """Rows that stay on disk or on the host until a minibatch needs them.
 
