@@ -330,14 +330,15 @@ def _describe_inconclusive(
         )
     if others:
         sentence = f"The 95% limits of {_list_sites(others)} are too wide for a diagnosis. "
+        more = "a larger num_draws or more draws" if report.full_data else "more draws"
         if report.noise_sd_inflation > SD_INFLATION_TOLERANCE:
             sentence += (
                 "Gradient noise is predicted to inflate SDs by up to "
-                f"{100 * report.noise_sd_inflation:.0f}%. Fix: more draws, and a larger "
+                f"{100 * report.noise_sd_inflation:.0f}%. Fix: {more}, and a larger "
                 "subsample_size or a smaller step_size."
             )
         else:
-            sentence += "Fix: more draws."
+            sentence += f"Fix: {more}."
         sentences.append(sentence)
     return sentences
 
