@@ -447,12 +447,12 @@ class CheckpointedMCMC(MCMC):
                 self._run_segment(chains, interrupt, chunk_sizer, bar)
         last = self._last_checkpoint
         if last.num_iterations < total:
-            stored = f"use the draws so far, which are stored in '{self._folder}', or "
+            use_draws = f"use the draws so far, which are stored in '{self._folder}', or "
             warn_user(
                 f"Sampling was stopped by Ctrl-C after {last.num_draws} of "
                 f"{self._num_draws} draws per chain.",
                 CheckpointWarning,
-                f"{stored * (last.num_draws > 0)}continue the run with `resume`.",
+                f"{use_draws if last.num_draws else ''}continue the run with `resume`.",
                 "interrupted-run",
             )
 
