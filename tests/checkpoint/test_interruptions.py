@@ -81,8 +81,10 @@ def test_ctrl_c_stops_at_the_next_draw_with_a_checkpoint(
     mcmc = mcmc_of(tmp_path)
     with monkeypatch.context() as patch:
         end_at(patch, iteration, lambda: signal.raise_signal(signal.SIGINT))
-        with pytest.warns(CheckpointWarning, match=f"Ctrl-C.* {draws} of 6"):
+        with pytest.warns(CheckpointWarning, match=f"Ctrl-C.* {draws} of 6") as caught:
             run(mcmc)
+    (message,) = (str(w.message) for w in caught if w.category is CheckpointWarning)
+    assert ("use the draws" in message) == (draws > 0)
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
     if draws:
         samples, expected = mcmc.get_samples(True), whole[2].get_samples(True)
