@@ -44,6 +44,7 @@ _MAX_MATRIX_EFFECTS = 8  # effects per group up to which a matrix is looked for,
 # Of the polynomial that is fitted to the logarithm of a matrix, at points of so many posterior SDs:
 # a gradient on all rows for each point.
 _MAX_DEGREE, _MAX_MONOMIALS, _POINTS_PER_MONOMIAL, _POINT_SCALE = 4, 100, 1.5, 1.5
+_SLOPE_STEP, _MAX_SLOPE_ERROR = 0.5, 0.1  # posterior SDs; relative error of a generator
 # Precision by the rows of a group that is no rounding, relative to the mean of all groups.
 _MIN_RELATIVE_PRECISION = 1e-4
 # Mean over groups of the fraction of an effect's precision that is from the rows, from which on
@@ -135,9 +136,14 @@ def find_centering(
     :param shared_sds: SDs of the shared parameters.
     """
     centering = find_partial_centering(rows_gradient, rows_hessian, center, prior_precisions)
-    if isinstance(centering, MatrixCentering):
-        return _add_polynomial(centering, gradients, center, shared_sds)
-    return centering
+    if not isinstance(centering, MatrixCentering):
+        return centering
+    centering = _add_polynomial(centering, gradients, center, shared_sds)
+    if centering is not None:
+        return centering
+    return find_partial_centering(
+        rows_gradient, rows_hessian, center, prior_precisions, with_matrix=False
+    )
 
 
 def find_partial_centering(
@@ -145,6 +151,7 @@ def find_partial_centering(
     rows_hessian: BlockArrowMatrix,
     center: np.ndarray,
     prior_precisions: np.ndarray,
+    with_matrix: bool = True,
 ) -> Centering | None:
     """Return the centring of effects that scales or a matrix multiply, None without such.
 
@@ -157,7 +164,7 @@ def find_partial_centering(
     precisions = np.einsum("aag->ag", rows_hessian.blocks)
     fractions = precisions / np.maximum(precisions + prior_precisions, np.finfo(float).tiny)
     fractions = np.clip(fractions, 0.0, 1.0)
-    if generators.any((1, 2)).sum() > exponents.any(1).sum():
+    if with_matrix and generators.any((1, 2)).sum() > exponents.any(1).sum():
         if fractions.mean() <= _MIN_CENTERED_FRACTION:
             return None
         no_coefficients = np.zeros((0, *generators.shape[1:]))
@@ -175,19 +182,21 @@ def _add_polynomial(
     gradients: BatchedGradients,
     center: np.ndarray,
     shared_sds: np.ndarray,
-) -> MatrixCentering:
+) -> MatrixCentering | None:
     r"""Return the centring with monomials of higher degree, from values of the matrix.
+
+    Where all groups have the same covariates, the SD of the rows may have a generator at the mode
+    of the effects. The slope of the logarithm of the matrix shows that it is none.
 
     At effects of zero the gradient of the rows by effects is :math:`M^\top w_g`, where
     :math:`w_g` does not change with the matrix.
 
     :param shared_sds: SDs of the shared parameters, about which the polynomial is fitted.
+    :return: None where a generator is not that of a matrix.
     """
     layout, generators = centering.layout, centering.generators
     columns = np.flatnonzero(generators.any((1, 2)))
     powers = _list_powers(len(columns))
-    if not powers:
-        return centering
     no_effects = np.zeros(centering.effects.shape)
     shared = layout.take_shared(center)
     of_prior, _ = gradients.prior_products(layout.merge(no_effects, shared), layout.make_probes())
@@ -196,22 +205,40 @@ def _add_polynomial(
         (gradient,) = gradients.large_pass_gradients(layout.merge(no_effects, shared)[None])
         return layout.split(gradient - of_prior)[0]
 
+    at_center = evaluate_rows(shared)
+    inverse = np.linalg.pinv(at_center)
+
+    def compute_logarithm(shift: np.ndarray) -> np.ndarray | None:
+        """Return the logarithm of the matrix relative to that at the center, None without one."""
+        of_effects = evaluate_rows(shared + shift)
+        ratio = of_effects @ inverse  # of the transposed matrices at the point and the center
+        remainder = np.linalg.norm(of_effects - ratio @ at_center)
+        if not remainder < _MAX_REMAINDER * np.linalg.norm(of_effects):
+            return None
+        logarithm = linalg.logm(ratio.T)
+        return None if np.iscomplexobj(logarithm) else logarithm
+
+    for column in columns:
+        shift = _SLOPE_STEP * shared_sds[column] * np.eye(layout.num_shared)[column]
+        above, below = compute_logarithm(shift), compute_logarithm(-shift)
+        if above is None or below is None:
+            return None
+        expected = 2.0 * shift[column] * generators[column]
+        error = np.linalg.norm(above - below - expected)
+        if error > _MAX_SLOPE_ERROR * np.linalg.norm(expected):
+            return None
     num_points = round(_POINTS_PER_MONOMIAL * len(powers))
     points = np.random.default_rng(0).standard_normal((num_points, len(columns))).clip(-2.0, 2.0)
     shifts = np.zeros((num_points, layout.num_shared))
     shifts[:, columns] = _POINT_SCALE * points * shared_sds[columns]
-    at_center = evaluate_rows(shared)
-    inverse = np.linalg.pinv(at_center)
     exponents = np.empty((num_points, *generators.shape[1:]))
     for shift, exponent in zip(shifts, exponents, strict=True):
-        of_effects = evaluate_rows(shared + shift)
-        ratio = of_effects @ inverse  # of the transposed matrices at the point and the center
-        remainder = np.linalg.norm(of_effects - ratio @ at_center)
-        logarithm = linalg.logm(ratio.T) if np.isfinite(ratio).all() else ratio
-        is_matrix = remainder < _MAX_REMAINDER * np.linalg.norm(of_effects)
-        if np.iscomplexobj(logarithm) or not is_matrix:
+        logarithm = compute_logarithm(shift)
+        if logarithm is None:
             return centering
         exponent[:] = logarithm - np.tensordot(shift, generators, 1)
+    if not powers:
+        return centering
     all_powers = np.zeros((len(powers), layout.num_shared), int)
     all_powers[:, columns] = powers
     scales = (shared_sds**all_powers).prod(1)

@@ -610,6 +610,8 @@ def _refine_shared(
         factor = replace(preconditioner.factor, sd_trend=strips)
         preconditioner = preconditioner._replace(factor=factor)
     curvature = np.linalg.solve(steps, np.stack(marginal_changes)) / num_sides
+    if not np.isfinite(curvature).all():
+        raise HierarchyFitError(_NOT_FINITE)
     eigenvalues, vectors = np.linalg.eigh((curvature + curvature.T) / 2.0)
     eigenvalues = np.clip(np.abs(eigenvalues), *_CURVATURE_RATIOS)
     patterns = [signs * x[:, None] for x in list_sign_patterns(layout.effects_per_group)]

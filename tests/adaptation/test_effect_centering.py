@@ -287,3 +287,25 @@ def test_center_without_finite_gradient_has_no_coordinates():
     # The exponential of the log scale of the districts overflows.
     shift = np.linalg.solve(fit.factor.shared_factor, np.array([200.0, 0.0, 0.0]))
     assert recenter_block_arrow(inputs, fit, shift, np.eye(layout.num_shared)) is None
+
+
+def test_the_sd_of_the_rows_is_no_matrix_where_all_groups_have_the_same_covariates():
+    num_groups, rows_per_group, rng = 60, 10, np.random.default_rng(0)
+    group = np.repeat(np.arange(num_groups), rows_per_group)
+    x = np.tile(np.linspace(-1.0, 1.0, rows_per_group), num_groups)
+    effects = rng.standard_normal((num_groups, 2)) * [0.8, 0.5]
+    y = effects[group, 0] + effects[group, 1] * x + 0.5 * rng.standard_normal(len(x))
+
+    def model(group, x, y, batch_size=None):
+        scales = numpyro.sample("scales", dist.HalfNormal(1).expand([2]).to_event(1))
+        sigma = numpyro.sample("sigma", dist.HalfNormal(1))
+        with numpyro.plate("groups", num_groups):
+            effects = numpyro.sample("effects", dist.Normal(0, scales).to_event(1))
+        with numpyro.plate("rows", len(x), subsample_size=batch_size) as i:
+            eta = effects[group[i], 0] + effects[group[i], 1] * x[i]
+            numpyro.sample("y", dist.Normal(eta, sigma), obs=y[i])
+
+    inputs = make_inputs(model, (jnp.asarray(group), jnp.asarray(x, "f"), jnp.asarray(y, "f")), 90)
+    layout = find_block_arrow_layout(inputs.potential, inputs.arguments)
+    fit = fit_hierarchy_from_each(inputs, layout, [np.zeros(inputs.potential.dim)])
+    assert fit.centering is None
