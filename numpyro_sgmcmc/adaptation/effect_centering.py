@@ -40,9 +40,9 @@ from numpyro_sgmcmc.model.partial_centering import (
 # multiplied by a scale: float32 leaves about 1e-4.
 _MAX_REMAINDER = 1e-2
 _MIN_EXPONENT = 0.1  # 1 for the logarithm of an SD, 0.5 for that of a variance
-_MAX_MATRIX_EFFECTS = 8  # effects per group up to which a matrix is looked for, in its square
-# Of the polynomial that is fitted to the logarithm of a matrix, at points of so many posterior SDs:
-# a gradient on all rows for each point.
+_MAX_MATRIX_EFFECTS = 8  # effects per group up to which a matrix is looked for
+# Polynomial of the logarithm of a matrix: degree, number of monomials, points per monomial (a
+# gradient on all rows each), and the SD of the points in posterior SDs.
 _MAX_DEGREE, _MAX_MONOMIALS, _POINTS_PER_MONOMIAL, _POINT_SCALE = 4, 100, 1.5, 1.5
 _SLOPE_STEP, _MAX_SLOPE_ERROR = 0.5, 0.1  # posterior SDs; relative error of a generator
 # Precision by the rows of a group that is no rounding, relative to the mean of all groups.
@@ -131,7 +131,7 @@ def find_centering(
     prior_precisions: np.ndarray,
     shared_sds: np.ndarray,
 ) -> Centering | None:
-    """Return what :func:`find_partial_centering` does, of a matrix with monomials.
+    """Return what :func:`find_partial_centering` does, with the polynomial of a matrix.
 
     :param shared_sds: SDs of the shared parameters.
     """
@@ -157,14 +157,15 @@ def find_partial_centering(
 
     :param rows_gradient: at the center, of the rows' part of the potential.
     :param prior_precisions: of each effect, shape ``(k, G)``.
+    :param with_matrix: whether a matrix may multiply the effects.
     """
     layout = rows_hessian.layout
     exponents, kinds = _find_exponents(rows_gradient, rows_hessian, center)
-    generators = _find_generators(rows_gradient, rows_hessian, center)
     precisions = np.einsum("aag->ag", rows_hessian.blocks)
     fractions = precisions / np.maximum(precisions + prior_precisions, np.finfo(float).tiny)
     fractions = np.clip(fractions, 0.0, 1.0)
-    if with_matrix and generators.any((1, 2)).sum() > exponents.any(1).sum():
+    generators = _find_generators(rows_gradient, rows_hessian, center) * with_matrix
+    if generators.any((1, 2)).sum() > exponents.any(1).sum():
         if fractions.mean() <= _MIN_CENTERED_FRACTION:
             return None
         no_coefficients = np.zeros((0, *generators.shape[1:]))
@@ -206,6 +207,8 @@ def _add_polynomial(
         return layout.split(gradient - of_prior)[0]
 
     at_center = evaluate_rows(shared)
+    if not np.isfinite(at_center).all():  # LAPACK would raise
+        return None
     inverse = np.linalg.pinv(at_center)
 
     def compute_logarithm(shift: np.ndarray) -> np.ndarray | None:
@@ -213,7 +216,8 @@ def _add_polynomial(
         of_effects = evaluate_rows(shared + shift)
         ratio = of_effects @ inverse  # of the transposed matrices at the point and the center
         remainder = np.linalg.norm(of_effects - ratio @ at_center)
-        if not remainder < _MAX_REMAINDER * np.linalg.norm(of_effects):
+        is_matrix = remainder < _MAX_REMAINDER * np.linalg.norm(of_effects)
+        if not is_matrix or np.linalg.det(ratio) <= 0.0:
             return None
         logarithm = linalg.logm(ratio.T)
         return None if np.iscomplexobj(logarithm) else logarithm
@@ -298,13 +302,13 @@ def _explain_shared(
     of_changes: np.ndarray,
     of_effects_only: bool = False,
 ) -> np.ndarray:
-    """Return coefficients of changes of the effects, shape ``(s, n)``, that change the gradient of
-    the rows as shared parameters do, zero for those parameters that none do.
+    """Return coefficients ``(s, n)``: the combination of changes of the effects that alters the
+    gradient of the rows as each shared parameter does; zero where none does.
 
     :param changes: shape ``(n, k, G)``.
     :param of_changes: what is added to the products of the Hessian with the changes.
-    :param of_effects_only: whether to compare changes of the effects' gradients alone. Generators
-        of a matrix change with the shared parameters, unlike exponents, and so do the others'.
+    :param of_effects_only: whether to compare the gradients by effects alone. A generator depends
+        on the other shared parameters, which adds terms to the Hessian of the shared parameters.
     """
     layout = rows_hessian.layout
     strips = rows_hessian.strips.multiply(np.eye(layout.num_shared))

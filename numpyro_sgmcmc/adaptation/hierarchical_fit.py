@@ -28,7 +28,7 @@ approach the effects' means. The fit then starts anew at the means of mean-field
 
 Where the model multiplies effects by their scale, the fit is by the products
 (:mod:`.effect_centering`), and the chains' coordinates are partially centred. Their fractions are
-found anew at each center. Coordinates of effects that a matrix multiplies are centred too.
+found anew at each center. Effects that a matrix multiplies are fully centred.
 
 An iteration takes 2k + 4 gradients over the data with k effects per group, whatever the number of
 groups; 10 to 30 iterations are usual.

@@ -329,7 +329,7 @@ def find_nonadditive_plates(
             continue
         interacts, depends_on_order = _compare_minibatches(batched_gradients, plate, positions, rng)
         sites = size_dependent_sites.get(plate.name, ())
-        # Near positions may differ by less than rounding where the potential is scaled twice.
+        # Where the potential is scaled twice, it may change by less than rounding between draws.
         few = q[:_NUM_ROW_COUNT_POSITIONS]
         distant = (preconditioner.to_position(distance * few) for distance in _DISTANCES)
         if interacts:

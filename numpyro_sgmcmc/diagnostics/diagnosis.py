@@ -330,7 +330,9 @@ def _describe_inconclusive(
         )
     if others:
         sentence = f"The 95% limits of {_list_sites(others)} are too wide for a diagnosis. "
-        more = "a larger num_draws or more draws" if report.full_data else "more draws"
+        more = "more draws"
+        if report.full_data:
+            more = "a larger num_draws of bias_report, or more draws"
         if report.noise_sd_inflation > SD_INFLATION_TOLERANCE:
             sentence += (
                 "Gradient noise is predicted to inflate SDs by up to "

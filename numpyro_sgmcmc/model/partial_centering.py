@@ -143,7 +143,8 @@ class PartialCentering:
 class MatrixCentering:
     """Coordinates of displacements of effects of one grouping that a matrix multiplies.
 
-    The methods are those of :class:`PartialCentering`. All groups are fully centred.
+    The methods are those of :class:`PartialCentering` without ``scale_effects``. All groups are
+    fully centred.
     """
 
     generators: Any  # coefficients of the linear part, shape `(s, k, k)`; zero for other parameters
@@ -306,7 +307,7 @@ def _transpose(matrices: Any) -> Any:
 
 
 def _multiply(matrices: Any, effects: Any) -> Any:
-    """Return ``(..., k, k)`` times ``(..., k, G)``; as sums, for accelerators round products."""
+    """Return ``(..., k, k)`` times ``(..., k, G)``; as sums, which accelerators do not round."""
     terms = (matrices[..., b, None] * effects[..., b, None, :] for b in range(matrices.shape[-1]))
     return sum(terms)
 
