@@ -31,6 +31,7 @@ __all__ = [
     "EnumerationWarning",
     "ExplainedError",
     "GradientNoiseWarning",
+    "GroupCodesWarning",
     "InconsistentGradientWarning",
     "InitializationError",
     "InvalidArgumentError",
@@ -151,6 +152,10 @@ class EnumerationWarning(SGMCMCWarning):
 
 class PlateWarning(SGMCMCWarning):
     """A batch dimension of a site has no plate."""
+
+
+class GroupCodesWarning(SGMCMCWarning):
+    """Codes of groups appear to begin with 1, not with 0."""
 
 
 class DroppedSiteWarning(SGMCMCWarning):

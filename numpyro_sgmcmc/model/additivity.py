@@ -314,7 +314,7 @@ def find_row_gathers(
     walk.run(jaxpr, [TracedArray((index,)) for index in indices])
     gathers = []
     for x in walk.lookups:
-        names = x.array.sources - {None}
+        names = x.array.index.sources - {None}
         name = next(iter(names)) if len(names) == 1 else None
         gathers += [
             RowGather(column.holder, last + 1, name)

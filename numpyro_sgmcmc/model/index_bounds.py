@@ -6,12 +6,16 @@ NaN. Groups coded from 1, or as -1 where they are missing, then give wrong effec
 For nearly all models, bounds of the data show that every index exists, and nothing is compiled.
 Otherwise the indices are evaluated on all rows. An index out of bounds is an error only if what it
 reads changes the potential: ``jnp.where(group >= 0, effect[group], 0.0)`` is right.
+
+Codes from 1 are in bounds where the array has an entry more, as for a last level without rows. If
+the smallest index is 1 and the largest the last entry, the levels in use are counted.
 """
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from typing import Any
 
@@ -25,7 +29,7 @@ from numpyro_sgmcmc.data.arguments import Arguments
 from numpyro_sgmcmc.data.row_proxies import RowLookup, with_prefetched_rows
 from numpyro_sgmcmc.data.sharded_array import ShardedArray
 from numpyro_sgmcmc.data.subsampling import Indices
-from numpyro_sgmcmc.errors import InvalidModelError
+from numpyro_sgmcmc.errors import GroupCodesWarning, InvalidModelError, warn_user
 from numpyro_sgmcmc.model.index_lookups import (
     LATENT,
     UNBOUNDED,
@@ -36,6 +40,7 @@ from numpyro_sgmcmc.model.index_lookups import (
     TracedArray,
     combine_indices,
     find_bounds,
+    iter_entries,
     union_bounds,
 )
 from numpyro_sgmcmc.model.potential import Potential, compute_chunk_size
@@ -54,6 +59,18 @@ def _row_array_bounds(array: Any) -> Interval:
     starts = range(0, len(array), num_rows)
     chunks = (np.arange(k, min(k + num_rows, len(array))) for k in starts)
     return union_bounds(*(find_bounds(array[chunk]) for chunk in chunks))
+
+
+def _iter_row_array_entries(array: Any) -> Iterator[np.ndarray]:
+    """Yield entries of this process: those over its devices, or a first chunk on the host."""
+    if not array.is_on_host:
+        for shard in array.array.addressable_shards:
+            yield from iter_entries(shard.data)
+        return
+    # Without the other processes, which may not need the rows.
+    host_array = array.array if isinstance(array, ShardedArray) else array
+    num_rows = compute_chunk_size(array.row_size, _MAX_ROWS_PER_READ)
+    yield np.ravel(host_array[np.arange(min(num_rows, len(host_array)))])
 
 
 @dataclass(frozen=True, eq=False)
@@ -102,10 +119,13 @@ class _LookupEvaluation:
             bounds = 0, p.size - 1
             indices.append(ArrayIndex(partial(union_bounds, bounds), plates=frozenset({p.name})))
         for name, x in self.named_arrays:
-            indices.append(ArrayIndex(partial(find_bounds, x), frozenset({name}), holder=name))
+            compute_bounds, entries = partial(find_bounds, x), partial(iter_entries, x)
+            sources = frozenset({name})
+            indices.append(ArrayIndex(compute_bounds, sources, frozenset(), name, entries))
         for name, x in self.named_lookups:
             compute_bounds, plates = partial(_row_array_bounds, x.array), frozenset({x.plate})
-            indices.append(ArrayIndex(compute_bounds, frozenset({name}), plates, holder=name))
+            entries = partial(_iter_row_array_entries, x.array)
+            indices.append(ArrayIndex(compute_bounds, frozenset({name}), plates, name, entries))
         return indices + [LATENT] * self.potential.is_stochastic
 
     def value(
@@ -124,8 +144,8 @@ class _LookupEvaluation:
         z = potential.unravel(position)
         return potential.minibatch_potential(z, plate_indices, arguments, rng_key)
 
-    def find_doubtful_lookups(self) -> dict[int, Lookup]:
-        """Return the lookups, by number, whose indices may be out of bounds."""
+    def find_lookups(self) -> list[Lookup]:
+        """Return the lookups, with bounds of their indices."""
         potential, struct = self.potential, jax.ShapeDtypeStruct
         sizes = {p.name: p.subsample_size for p in potential.plates}
         arrays = [(sizes[x.plate], x.array) for _, x in self.named_lookups]
@@ -139,7 +159,7 @@ class _LookupEvaluation:
         )
         walk = LookupWalk()
         walk.run(jaxpr, [TracedArray((x,)) for x in self.input_indices])
-        return {k: x for k, x in enumerate(walk.lookups) if x.is_doubtful}
+        return walk.lookups
 
     def run_walk(
         self, walk: LookupWalk, indices: Indices, arrays: list[Any], rows: list[Any]
@@ -180,20 +200,26 @@ class _LookupEvaluation:
 
 
 def check_index_bounds(potential: Potential, arguments: Arguments, model: Callable) -> None:
-    """Check that indices which come from the data exist in the arrays that they index."""
+    """Check that indices which come from the data exist in the arrays that they index.
+
+    It warns of codes that appear to begin with 1.
+    """
     evaluation = _LookupEvaluation.create(potential, arguments, model)
-    lookups = evaluation.find_doubtful_lookups()
-    for number, (error, chunks) in _find_out_of_bounds(evaluation, lookups).items():
-        if _is_potential_changed(evaluation, number, chunks):
-            raise error
+    lookups = evaluation.find_lookups()
+    doubtful = {k: x for k, x in enumerate(lookups) if x.is_doubtful}
+    values, chunks = _evaluate_indices(evaluation, doubtful)
+    for number, wrong_chunks in chunks.items():
+        if wrong_chunks and _is_potential_changed(evaluation, number, wrong_chunks):
+            raise _make_error(doubtful[number], values[number])
+    _warn_codes_from_one(lookups, values)
 
 
-def _find_out_of_bounds(
+def _evaluate_indices(
     evaluation: _LookupEvaluation, lookups: Mapping[int, Lookup]
-) -> dict[int, tuple[InvalidModelError, list[Indices]]]:
-    """Return for each lookup with indices out of bounds its error, and rows that have such."""
+) -> tuple[dict[int, np.ndarray], dict[int, list[Indices]]]:
+    """Return each lookup's indices, shape ``(n, dimensions)``, and rows that have wrong ones."""
     if not lookups:
-        return {}
+        return {}, {}
     indices_of_lookups = {number: combine_indices(x.columns) for number, x in lookups.items()}
     sources = combine_indices(list(indices_of_lookups.values())).sources
 
@@ -214,11 +240,14 @@ def _find_out_of_bounds(
                 values[number].append(np.asarray(x).reshape(-1, len(lookup.columns)))
                 if lookup.find_out_of_bounds(values[number][-1]).any():
                     chunks[number].append(indices)
-    return {
-        number: (_make_error(lookups[number], np.concatenate(values[number])), chunks[number])
-        for number in lookups
-        if chunks[number]
-    }
+    return {number: np.concatenate(x) for number, x in values.items()}, chunks
+
+
+def _describe_index(index: ArrayIndex) -> str:
+    """Return where an index comes from."""
+    names = " and ".join(sorted(x for x in index.sources if x is not None))
+    computed = f"computed from {names}" if names else "in an array that the model closes over"
+    return index.holder or computed
 
 
 def _make_error(lookup: Lookup, values: np.ndarray) -> InvalidModelError:
@@ -226,11 +255,9 @@ def _make_error(lookup: Lookup, values: np.ndarray) -> InvalidModelError:
     is_wrong = lookup.find_out_of_bounds(values)
     dim = int(is_wrong.any(0).argmax())
     index, last, wrong = lookup.columns[dim], lookup.last[dim], values[is_wrong[:, dim], dim]
-    names = " and ".join(sorted(x for x in index.sources if x is not None))
-    computed = f"computed from {names}" if names else "in an array that the model closes over"
     value = wrong.min() if wrong.min() < 0 else wrong.max()
     return InvalidModelError(
-        f"The index {index.holder or computed} is {value} in {len(wrong)} of {len(values)} places, "
+        f"The index {_describe_index(index)} is {value} in {len(wrong)} of {len(values)} places, "
         f"but the array that it indexes has size {last + 1}.",
         f"code groups from 0 to {last}: shift codes that begin with 1, and leave out rows of code "
         "-1 (of a missing level, in pandas.factorize) or give them a separate group. JAX reads "
@@ -253,4 +280,68 @@ def _is_potential_changed(
         first, second = (np.asarray(evaluate(*batch, replacement)) for replacement in (0, 1))
         if not np.array_equal(first, second, equal_nan=True):
             return True
+    return False
+
+
+def _warn_codes_from_one(lookups: list[Lookup], values: Mapping[int, np.ndarray]) -> None:
+    """Warn where the first entry is the only one of latent values that data do not index.
+
+    :param values: the indices of lookups that were evaluated, by number.
+    """
+    # All lookups of an array count: in comparisons of pairs, one of the two may never be 0.
+    indices_by_axis: dict[tuple[int, int], list[ArrayIndex | None]] = defaultdict(list)
+    last_by_axis: dict[tuple[int, int], int] = {}
+    for number, lookup in enumerate(lookups):
+        for k, dim in enumerate(lookup.dims):
+            column = values[number][:, k] if number in values else None
+            axis = id(lookup.array), dim
+            indices_by_axis[axis].append(_get_known_index(lookup, k, column))
+            last_by_axis[axis] = lookup.last[k]
+    warned = set()
+    for axis, indices_or_none in indices_by_axis.items():
+        indices, last = [x for x in indices_or_none if x is not None], last_by_axis[axis]
+        if len(indices) < len(indices_or_none) or not _are_codes_from_one(indices, last):
+            continue
+        names = " and ".join(dict.fromkeys(map(_describe_index, indices)))
+        if names in warned:  # of another site with the same groups
+            continue
+        warned.add(names)
+        warn_user(
+            f"The index {names} takes each value from 1 to {last} but never 0, and the array that "
+            f"it indexes has size {last + 1}.",
+            GroupCodesWarning,
+            "if the codes begin with 1, subtract 1: entry 0 is now a draw of the prior, and entry "
+            "k belongs to code k. If there are no rows of level 0, nothing is wrong.",
+            "codes-from-one",
+        )
+
+
+def _get_known_index(lookup: Lookup, k: int, values: np.ndarray | None) -> ArrayIndex | None:
+    """Return the index in a dimension of latent values, or None if its entries are not known.
+
+    :param values: its entries where they were evaluated.
+    """
+    index = lookup.columns[k]
+    is_of_latent = lookup.array.index.is_latent and lookup.reads_entries[k]
+    is_from_data = lookup.is_beyond_wrong[k] and bool(index.plates or index.sources - {None})
+    if not (is_of_latent and is_from_data):
+        return None
+    if values is not None:
+        entries = partial(iter_entries, values)
+        return replace(index, compute_bounds=partial(find_bounds, values), iter_entries=entries)
+    return None if index.iter_entries is None else index
+
+
+def _are_codes_from_one(indices: list[ArrayIndex], last: int) -> bool:
+    """Return whether indices take each value from 1 to ``last`` and no other."""
+    # With one other value, as of an indicator, nothing suggests codes.
+    if last < 2 or union_bounds(*(x.bounds for x in indices)) != (1, last):
+        return False
+    is_used = np.zeros(last + 1, bool)
+    for index in indices:
+        assert index.iter_entries is not None
+        for entries in index.iter_entries():
+            is_used[entries.astype(np.int64)] = True
+            if is_used[1:].all():
+                return True
     return False

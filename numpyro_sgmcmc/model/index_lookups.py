@@ -21,6 +21,7 @@ from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal
 from numpyro_sgmcmc.jaxpr import MOVING_PRIMITIVES, open_jaxpr, propagate
 
 _RANDOM_PRIMITIVES = "random_", "rng_", "threefry"  # beginnings of names
+_MAX_CHUNK_ENTRIES = 2**20  # a bound on memory
 
 Interval = tuple[float, float]
 UNBOUNDED: Interval = -math.inf, math.inf
@@ -67,6 +68,8 @@ class ArrayIndex:
     sources: frozenset[str | None] = frozenset()
     plates: frozenset[str] = frozenset()  # plates whose indices they depend on
     holder: str | None = None  # the array of data that has these entries, or None
+    # yields the entries in chunks of shape ``(n,)``, or more; None where they are computed
+    iter_entries: Callable[[], Iterator[np.ndarray]] | None = None
     is_latent: bool = False  # whether they depend on latent sites or random numbers
     before_wrap: ArrayIndex | None = None  # before JAX added the array's size to a negative index
     # where data choose among entries and numbers in the model's code: these entries; else None
@@ -126,8 +129,9 @@ class TracedArray:
 class Lookup(NamedTuple):
     """A read or update of the entries of an array; tuples have a value for each dimension."""
 
-    array: ArrayIndex
+    array: TracedArray
     columns: tuple[ArrayIndex, ...]  # the index, before JAX adds sizes to negative ones
+    dims: tuple[int, ...]  # the dimension of the array
     last: tuple[int, ...]  # the last entry
     reads_entries: tuple[bool, ...]  # whether single entries are read
     is_negative_wrong: tuple[bool, ...]  # whether an index below 0 means another entry
@@ -223,7 +227,7 @@ class LookupWalk:
         numbers: Any = eqn.params.get("dimension_numbers")
         index = combine_indices([x.index for x in inputs], lambda entries, *_: entries)
         array = inputs[0].index
-        index = replace(index, holder=array.holder)
+        index = replace(index, holder=array.holder, iter_entries=array.iter_entries)
         if not _is_update(eqn):
             # Data choose among the numbers of a constant array, unless its rows are data.
             is_table = array.sources == {None} and any(x.sources - {None} for x in lookup.columns)
@@ -291,7 +295,10 @@ def _iter_constants(jaxpr: Jaxpr | ClosedJaxpr) -> Iterator[tuple[Any, Any]]:
 
 def _describe_constant(value: Any) -> TracedArray:
     sources = frozenset[str | None]({None} if np.ndim(value) else ())
-    return TracedArray((ArrayIndex(partial(find_bounds, value), sources),), value)
+    index = ArrayIndex(
+        partial(find_bounds, value), sources, iter_entries=partial(iter_entries, value)
+    )
+    return TracedArray((index,), value)
 
 
 def _is_update(eqn: JaxprEqn) -> bool:
@@ -353,8 +360,9 @@ def _describe_lookup(eqn: JaxprEqn, inputs: list[TracedArray]) -> Lookup:
     before_wrap = tuple(x.before_wrap or x for x in columns)
     is_wrapped = [x.before_wrap is not None for x in columns]
     return Lookup(
-        inputs[0].index,
+        inputs[0],
         before_wrap,
+        tuple(dims),
         tuple(shape[d] - sizes[d] for d in dims),
         tuple(sizes[d] == 1 and not _is_update(eqn) for d in dims),
         tuple(
@@ -401,3 +409,10 @@ def find_bounds(x: Any) -> Interval:
         return UNBOUNDED
     bounds = float(x.min()), float(x.max())
     return UNBOUNDED if math.isnan(bounds[0]) else bounds
+
+
+def iter_entries(x: Any) -> Iterator[np.ndarray]:
+    """Yield the entries of an array in memory, in chunks."""
+    entries = np.ravel(np.asarray(x))
+    for start in range(0, entries.size, _MAX_CHUNK_ENTRIES):
+        yield entries[start : start + _MAX_CHUNK_ENTRIES]

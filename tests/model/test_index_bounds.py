@@ -10,10 +10,11 @@ from numpyro.infer import init_to_uniform
 
 from numpyro_sgmcmc import HostArray, ShardedArray
 from numpyro_sgmcmc.data.arguments import Arguments
-from numpyro_sgmcmc.errors import InvalidModelError
+from numpyro_sgmcmc.errors import GroupCodesWarning, InvalidModelError
+from numpyro_sgmcmc.model import index_bounds
 from numpyro_sgmcmc.model.index_bounds import check_index_bounds
 from numpyro_sgmcmc.model.subsampled import make_model_potential
-from tests.hostile.calls import assert_accepted, assert_error_names, init_kernel
+from tests.hostile.calls import WarmupReached, assert_accepted, assert_error_names, init_kernel
 from tests.quick import quick_if
 
 ROWS, GROUPS, KINDS = 60, 3, 4
@@ -271,3 +272,122 @@ def test_kernel_init_indices_are_checked_before_the_warm_up():
     assert_accepted(lambda: init_kernel(model, GROUP, KIND, Y))
     assert_error_names(lambda: init_kernel(model, MISSING, KIND, Y), "`group`", "-1")
     assert_error_names(lambda: init_kernel(model, FROM_ONE, KIND, Y), "`group`", str(GROUPS))
+
+
+def assert_warns_once(check, *args, words):
+    with pytest.warns(GroupCodesWarning) as caught:
+        check(*args)
+    (warning,) = caught
+    assert all(str(word) in str(warning.message).split(" Fix:")[0] for word in words), warning
+
+
+LEVELS = GROUPS + 1  # FROM_ONE has no row of level 0 and is in bounds
+
+
+@pytest.mark.parametrize(
+    ("mean", "shape"),
+    [
+        (lambda e, g, k: e[g], (LEVELS,)),
+        (lambda e, g, k: jnp.take(jnp.exp(e), g), (LEVELS,)),
+        (lambda e, g, k: jax.vmap(lambda j: e[j])(g), (LEVELS,)),
+        (lambda e, g, k: jax.lax.map(lambda j: e[j], g), (LEVELS,)),
+        (lambda e, g, k: e[k, g], (KINDS, LEVELS)),
+        (lambda e, g, k: e[g, 0] + e[g, 1] * k, (LEVELS, 2)),
+        (lambda e, g, k: e[jnp.stack([g, k], 1)[:, 0]], (LEVELS,)),
+    ],
+    ids=["index", "take", "vmap", "map", "crossed", "two_columns", "computed"],
+)
+def test_check_index_bounds_of_codes_from_one_warns(mean, shape):
+    check = make_check(make_model(mean, shape), GROUP, KIND, Y)
+    check(GROUP, KIND, Y)
+    assert_warns_once(check, FROM_ONE, KIND, Y, words=("`group`", f"1 to {GROUPS}", LEVELS))
+
+
+def test_check_index_bounds_of_codes_from_one_in_a_float_matrix_warns():
+    def model(table, y):
+        effect = numpyro.sample("effect", dist.Normal(0, 1).expand([LEVELS]).to_event(1))
+        with numpyro.plate("rows", len(y), subsample_size=10) as i:
+            mean = effect[table[i, 0].astype(int)] * table[i, 1]
+            numpyro.sample("y", dist.Normal(mean, 1), obs=y[i])
+
+    def table(group):
+        return np.stack([group, 10 * Y], 1).astype(np.float32)
+
+    check = make_check(model, table(GROUP), Y)
+    check(table(GROUP), Y)
+    assert_warns_once(check, table(FROM_ONE), Y, words=("`table`", f"1 to {GROUPS}", LEVELS))
+
+
+def test_check_index_bounds_of_two_effects_with_codes_from_one_warns_once():
+    def model(group, y):
+        effect = numpyro.sample("effect", dist.Normal(0, 1).expand([LEVELS]).to_event(1))
+        slope = numpyro.sample("slope", dist.Normal(0, 1).expand([LEVELS]).to_event(1))
+        with numpyro.plate("rows", len(y), subsample_size=10) as i:
+            mean = effect[group[i]] + slope[group[i]] * y[i - 1]
+            numpyro.sample("y", dist.Normal(mean, 1), obs=y[i])
+
+    assert_warns_once(make_check(model, GROUP, Y), FROM_ONE, Y, words=("`group`",))
+
+
+def test_check_index_bounds_of_classes_from_one_warns():
+    def model(y):
+        logits = numpyro.sample("logits", dist.Normal(0, 1).expand([LEVELS]).to_event(1))
+        with numpyro.plate("rows", len(y), subsample_size=10) as i:
+            numpyro.sample("y", dist.Categorical(logits=logits), obs=y[i])
+
+    check = make_check(model, GROUP)
+    check(GROUP)
+    assert_warns_once(check, FROM_ONE, words=("`y`", f"1 to {GROUPS}"))
+
+
+@pytest.mark.parametrize("make", [HostArray, ShardedArray, lambda x: ShardedArray(HostArray(x))])
+def test_check_index_bounds_of_codes_from_one_that_are_not_in_memory_warns(make):
+    model = make_model(lambda e, g, k: e[g] * k, (LEVELS,))
+    args = make(FROM_ONE), make(KIND.astype(np.float32)), make(Y)
+    assert_warns_once(make_check(model, *args), *args, words=("`group`", f"1 to {GROUPS}"))
+
+
+SIZE = 6
+
+
+@pytest.mark.parametrize(
+    ("mean", "group"),
+    [
+        (lambda e, g, k: e[g], np.arange(ROWS) % SIZE),
+        (lambda e, g, k: e[g], 2 + np.arange(ROWS) % (SIZE - 2)),  # levels 0 and 1 have no rows
+        (lambda e, g, k: e[g], np.array([1, 2, 4, 5])[np.arange(ROWS) % 4]),  # 0 and 3
+        (lambda e, g, k: e[g], 1 + np.arange(ROWS) % (SIZE - 2)),  # 0 and 5
+        (lambda e, g, k: e[g - 1], 1 + np.arange(ROWS) % (SIZE - 1)),
+        (lambda e, g, k: e[g] - e[k], 1 + np.arange(ROWS) % (SIZE - 1)),
+        (lambda e, g, k: e[g] - e[g - 1], 1 + np.arange(ROWS) % (SIZE - 1)),
+        (lambda e, g, k: e[0] * jnp.arange(SIZE)[g], 1 + np.arange(ROWS) % (SIZE - 1)),
+        (lambda e, g, k: e[jnp.array(range(1, SIZE))].sum() * k, np.zeros(ROWS, int)),
+        (lambda e, g, k: e[:2][g], np.ones(ROWS, int)),
+        (lambda e, g, k: e[jnp.where(g > 0, g, k)], 1 + np.arange(ROWS) % (SIZE - 1)),
+    ],
+    ids=[
+        *("all", "two_below", "one_between", "the_last", "shifted", "pairs", "lagged"),
+        *("table_of_numbers", "indices_of_the_model", "indicator", "computed"),
+    ],
+)
+def test_check_index_bounds_of_groups_without_rows_does_not_warn(mean, group):
+    make_check(make_model(mean, (SIZE,)), group, KIND, Y)(group, KIND, Y)
+
+
+def test_check_index_bounds_counts_levels_only_if_the_smallest_index_is_one(monkeypatch):
+    def fail(x):
+        raise AssertionError("levels are counted")
+
+    monkeypatch.setattr(index_bounds, "iter_entries", fail)
+    check = make_check(make_model(lambda e, g, k: e[g], (SIZE,)), GROUP, KIND, Y)
+    for group in (GROUP, GROUP + 2, FROM_ONE):
+        check(group, KIND, Y)
+    with pytest.raises(AssertionError, match="counted"):
+        check(np.where(FROM_ONE == GROUPS, SIZE - 1, FROM_ONE), KIND, Y)
+
+
+@pytest.mark.usefixtures("no_warm_up")
+def test_kernel_init_warns_of_codes_from_one():
+    model = make_model(lambda e, g, k: e[g], (LEVELS,))
+    with pytest.warns(GroupCodesWarning, match="`group`"), pytest.raises(WarmupReached):
+        init_kernel(model, FROM_ONE, KIND, Y)
