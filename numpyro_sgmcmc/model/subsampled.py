@@ -376,36 +376,63 @@ class ModelPotential(Potential):
             if name in site_reasons:
                 return (
                     f": site '{name}' ({site_reasons[name]})",
-                    f"`gibbs_fn` samples values of '{name}' at which its own density is not finite,"
-                    " such as a proportion of exactly 0: keep them off the boundary of the support,"
-                    " for example by jnp.clip.",
+                    f"keep the values of '{name}' that `gibbs_fn` samples off the boundary of the "
+                    "support, for example by jnp.clip: its density is not finite there, as at a "
+                    "proportion of exactly 0.",
                 )
         causes = [f"site '{name}' ({reason})" for name, reason in site_reasons.items()]
         for name, x in arguments.named_arrays(self.user_model):
             if num_bad := int((~jnp.isfinite(x)).sum()):
                 causes.append(f"argument {name} ({num_bad} of {x.size} values)")
+        other_init = "other init_params, or another init_strategy such as init_to_median"
         if causes:
             return (
                 f": {', '.join(causes)}",
-                "check for missing values, data outside the distribution's support, parameters out "
-                "of range and overflow.",
+                "remove missing values and data outside the support of their distribution, and "
+                "keep parameters in their range and below overflow (standardise covariates). If "
+                f"data and model are right, pass {other_init}.",
             )
-        other_init = "other init_params, or another init_strategy such as init_to_median"
+        if causes := self._describe_nonfinite_gradients(position, arguments):
+            return (
+                f": gradient of {', '.join(causes)}",
+                "replace operations that have no finite gradient, such as sqrt, norms and powers "
+                "at 0. In the unused branch of jnp.where they count as well, so that their "
+                f"argument needs a jnp.where of its own. Or pass {other_init}.",
+            )
         if not self.plates:
-            return "", f"try {other_init}."
+            return "", f"pass {other_init}."
         return "", (
-            "the log density of every site is finite on all rows: a model that divides by a "
-            "statistic of the minibatch's own rows, such as their standard deviation, may divide "
-            f"by zero (compute it before the run). Otherwise try {other_init}."
+            "compute statistics of the rows, such as their standard deviation, before the run: a "
+            "model that divides by that of a minibatch may divide by zero. Or pass "
+            f"{other_init}."
         )
+
+    def _count_diagnosed_rows(self, arguments: Arguments) -> dict[str, int]:
+        """Return the number of rows of each plate to search for values that are not finite."""
+        is_in_memory = not (arguments.host_arrays or arguments.sharded_arrays)
+        return {
+            p.name: p.size if is_in_memory else min(p.size, _MAX_DIAGNOSED_ROWS)
+            for p in self.plates
+        }
+
+    def _describe_nonfinite_gradients(self, position: Array, arguments: Arguments) -> list[str]:
+        """Return the sites whose gradient is not finite, with how many of their values."""
+        num_rows = self._count_diagnosed_rows(arguments)
+        if all(num_rows[p.name] == p.size for p in self.plates):
+            gradient = self.full_gradient(position, arguments)
+        else:
+            indices = {name: jnp.arange(n) for name, n in num_rows.items()}
+            key = self._fixed_rng_key
+            gradient = self.without_shards().gradient(position, indices, arguments, key)
+        is_bad = ~np.isfinite(np.asarray(gradient))
+        slices = site_slices(self.sites).items()
+        num_bad = {name: (int(is_bad[k].sum()), is_bad[k].size) for name, k in slices}
+        return [f"site '{name}' ({n} of {size})" for name, (n, size) in num_bad.items() if n]
 
     def _find_nonfinite_sites(self, position: Array, arguments: Arguments) -> dict[str, str]:
         """Return why sites are not finite, by name, such as how many of their values."""
-        is_in_memory = not (arguments.host_arrays or arguments.sharded_arrays)
-        indices = {
-            p.name: jnp.arange(p.size if is_in_memory else min(p.size, _MAX_DIAGNOSED_ROWS))
-            for p in self.plates
-        }
+        num_rows = self._count_diagnosed_rows(arguments)
+        indices = {name: jnp.arange(n) for name, n in num_rows.items()}
         z, key = self.unravel(position), self._fixed_rng_key
         values = self._take_minibatch(self.constrain(z, arguments), indices)
         z = self._take_minibatch(z, indices)

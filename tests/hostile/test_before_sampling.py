@@ -10,7 +10,7 @@ import numpyro.distributions as dist
 import pytest
 from numpyro.infer import MCMC
 
-from numpyro_sgmcmc import SGLD, SGHMCSplit
+from numpyro_sgmcmc import SGLD, HostArray, SGHMCSplit, ShardedArray
 from numpyro_sgmcmc.errors import InitializationError
 from tests.contract.kernels import GIVEN
 from tests.hostile.regression import N, X, Y, model
@@ -173,6 +173,25 @@ def test_run_with_a_zero_standard_deviation_of_a_minibatch_names_it():
     rare = X.at[:, 0].set(jnp.arange(len(X)) < 3)
     with pytest.raises(InitializationError, match="standard deviation"):
         SGHMCSplit(standardised).init(jax.random.key(0), 2, None, (rare, Y, 50), {})
+
+
+@pytest.mark.parametrize("kind", [jnp.asarray, HostArray, ShardedArray, None])
+@pytest.mark.filterwarnings("ignore:The model has no subsampled plate")
+def test_run_with_a_gradient_that_is_not_finite_names_the_site(kind):
+    """Its density is finite, and in all rows but one its gradient."""
+
+    def rooted(x, y, batch):
+        a = numpyro.sample("a", dist.Normal(0, 1))
+        b = numpyro.sample("b", dist.Normal(0, 1).expand([2]).to_event(1))
+        with numpyro.plate("rows", len(y), subsample_size=batch) as i:
+            mean = a + b[0] + jnp.sqrt(jnp.square(b[1] * x[i]))
+            numpyro.sample("y", dist.Normal(mean, 1), obs=y[i])
+
+    x = np.array(X[:, 0])
+    x[3] = 0.0
+    args = (x, Y, None) if kind is None else (kind(x), kind(np.asarray(Y)), 50)
+    with pytest.raises(InitializationError, match=r"gradient of site 'b' \(1 of 2\)"):
+        SGHMCSplit(rooted).init(jax.random.key(0), 2, None, args, {})
 
 
 @pytest.mark.slow
