@@ -396,8 +396,8 @@ class ModelPotential(Potential):
             return (
                 f": gradient of {', '.join(causes)}",
                 "replace operations that have no finite gradient, such as sqrt, norms and powers "
-                "at 0. In the unused branch of jnp.where they count as well, so that their "
-                f"argument needs a jnp.where of its own. Or pass {other_init}.",
+                "at 0. In the unused branch of jnp.where, replace their argument as well, as in "
+                f"jnp.where(x > 0, jnp.sqrt(jnp.where(x > 0, x, 1)), 0). Or pass {other_init}.",
             )
         if not self.plates:
             return "", f"pass {other_init}."
