@@ -388,6 +388,12 @@ _CONCRETIZATION_ERRORS = (
     jax.errors.ConcretizationTypeError,
     jax.errors.NonConcreteBooleanIndexError,
 )
+# Parts of JAX's messages of `x[i]`, `jnp.take` and `jnp.take_along_axis` where i are floats.
+_FLOAT_INDEX_TEXTS = (
+    "Indexer must have integer",
+    "indices must have an integer type",
+    "indices must be of integer type",
+)
 
 
 def translate_model_error(
@@ -469,7 +475,17 @@ def translate_model_error(
             f"{large if names else ''}{tables if is_index else ''}. ({type(error).__name__})",
             "traced-value",
         )
-    if not _fails_on_full_data(model, arguments):
+    if _is_of_float_index(error):
+        array_by_name = _find_float_indices(model, arguments)
+        origin = f"from {' and '.join(array_by_name)}" if array_by_name else "of an array"
+        examples = [f"{n.strip('`')}{'[i, 0]' * (x.ndim > 1)}" for n, x in array_by_name.items()]
+        codes = examples[0] if examples else "group[i]"
+        return InvalidModelError(
+            f"The indices {origin} are floats{line}.",
+            f"convert codes of groups to integers, for example by `{codes}.astype(int)`.",
+            "float-index",
+        )
+    if _fail_on_full_data(model, arguments) is None:
         if not plates:
             return error
         names = ", ".join(f"'{p.name}' ({p.subsample_size} of {p.size} rows)" for p in plates)
@@ -507,12 +523,32 @@ def _find_whole_array(error: Exception) -> RowArray | None:
     return array if isinstance(array, RowArray) else None
 
 
-def _fails_on_full_data(model: Callable, arguments: Arguments) -> bool:
+def _fail_on_full_data(model: Callable, arguments: Arguments) -> Exception | None:
+    """Return the error that the model raises on all rows, or None."""
     try:
         jax.eval_shape(lambda a: (trace_prior(FullDataModel(model), {}, a), None)[1], arguments)
-    except Exception:
-        return True
-    return False
+    except Exception as error:
+        return error
+    return None
+
+
+def _is_of_float_index(error: Exception | None) -> bool:
+    """Return whether JAX raised an error because the indices of an array are floats."""
+    return any(text in str(error) for text in _FLOAT_INDEX_TEXTS)
+
+
+def _find_float_indices(model: NumPyArgumentsModel, arguments: Arguments) -> dict[str, Any]:
+    """Return the arguments of floats that the model uses as indices, by name."""
+
+    def fails_unless_cast(kept: Any) -> bool:
+        others = arguments.map_arrays(lambda x: x if x is kept else jnp.asarray(x).astype(int))
+        model_of_others = NumPyArgumentsModel(model.model, others)
+        return _is_of_float_index(_fail_on_full_data(model_of_others, others))
+
+    if fails_unless_cast(None):  # indices that come from elsewhere
+        return {}
+    named = arguments.named_arrays(model)
+    return {name: x for name, x in named if x.dtype.kind == "f" and fails_unless_cast(x)}
 
 
 def _find_non_arrays(name: str, x: Any) -> Iterable[tuple[str, str]]:

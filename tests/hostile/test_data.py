@@ -19,6 +19,7 @@ from hypothesis import strategies as st
 from numpyro.infer import init_to_uniform
 from numpyro.infer.util import potential_energy
 
+from numpyro_sgmcmc import HostArray
 from numpyro_sgmcmc.data.arguments import Arguments
 from numpyro_sgmcmc.model.subsampled import make_model_potential
 from tests.hostile.calls import (
@@ -225,6 +226,38 @@ def test_run_with_swapped_arguments_shows_their_shapes(no_warm_up):
     """With NUTS the model raises an IndexError about a tuple."""
     X, y = table(6)
     assert_error_names(lambda: init_kernel(by_index, y, X, batch_size=4), "`X` (6,)", "`y` (6, 2)")
+
+
+CODES = np.arange(6, dtype=np.float32) % 3
+
+
+@pytest.mark.parametrize(
+    ("mean", "args", "words"),
+    [
+        (lambda e, i, g: e[g[i]], (CODES,), ("from `g` are", "`g.astype(int)`")),
+        (lambda e, i, g: jnp.take(e, g)[i], (CODES,), ("from `g` are", "`g.astype(int)`")),
+        (lambda e, i, g: e[numpyro.subsample(g, 0)], (CODES,), ("from `g` are",)),
+        (lambda e, i, g: jnp.take_along_axis(e, g[i], 0), (CODES,), ("from `g` are",)),
+        (lambda e, i, g: e[g[i, 0]], (CODES[:, None],), ("from `g` are", "`g[i, 0].astype(int)`")),
+        (lambda e, i, g, k: e[g[i]] * e[k["a"][i]], (CODES, {"a": CODES}), ("`g` and `k['a']`",)),
+        (lambda e, i, g: e[g[i]], (HostArray(CODES),), ("of an array are", "group[i].astype(int)")),
+        (lambda e, i: e[jnp.asarray(CODES)[i]], (), ("of an array are", "group[i].astype(int)")),
+    ],
+    ids=[
+        *("index", "take", "subsample", "along_axis", "column", "two"),
+        *("host_array", "closed_over"),
+    ],
+)
+def test_run_with_float_codes_names_them(no_warm_up, mean, args, words):
+    def model(y, *args):
+        e = numpyro.sample("e", dist.Normal(0, 1).expand([3]).to_event(1))
+        with numpyro.plate("rows", len(y), subsample_size=4) as i:
+            numpyro.sample("y", dist.Normal(mean(e, i, *args), 1), obs=y[i])
+
+    named = {1: lambda y, g: model(y, g), 2: lambda y, g, k: model(y, g, k)}
+    assert_error_names(
+        lambda: init_kernel(named.get(len(args), model), table(6)[1], *args), *words, "floats"
+    )
 
 
 @pytest.mark.parametrize(("model", "x"), [(by_index, "X"), (by_subsample, "X")])
