@@ -94,7 +94,7 @@ CASES = {
     "gaussian, 100,000 x 2": Case("gaussian", 100_000, 2, 1_000_000, 5_000),
     "logistic, 100,000 x 2": Case("logistic", 100_000, 2, 1_000_000, 5_000),
     "gaussian, 20,000 x 20": Case("gaussian", 20_000, 20, 200_000, 4_000),
-    "gaussian, 100,000 x 20": Case("gaussian", 100_000, 20, 1_000_000, 10_000),
+    "gaussian, 100,000 x 20": Case("gaussian", 100_000, 20, 1_000_000, 10_000, 270),
 }
 _LONG_CASES = {"gaussian, 20,000 x 20", "gaussian, 100,000 x 20"}  # a quarter of an hour and more
 _MAX_COLLECTED_EFFECTS = 300_000  # whose draws are kept; more have running moments

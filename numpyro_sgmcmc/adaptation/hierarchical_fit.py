@@ -110,6 +110,8 @@ _MAX_FIT_DISTANCE_SD = 3.0  # between the shared parameters of fits of the same 
 _NEAR_DECREMENT, _NEAR_DISTANCE_SD = 1.0, 2.0
 # Relative error of a product with a random vector up to which the Hessian is a block-arrow matrix.
 _MAX_STRUCTURE_ERROR = 2e-3
+# Relative change of blocks with the effects up to which these are normal: rounding in float32.
+_MAX_BLOCK_CHANGE = 1e-3
 
 _NOT_FINITE, _NO_MODE = (
     "the gradient or the Hessian of the fit was not finite",
@@ -187,7 +189,7 @@ def fit_hierarchy_from_each(
     remaining = iter(positions)
     # Fits are compared without the refinement, which moves many groups' scales by several SDs.
     unrefined = first = _fit_first(inputs, layout, remaining, has_effects)
-    if not first.reference_hessian.pairs and layout.num_shared <= _MAX_TREND_SHARED:
+    if _has_newton_steps(first):
         first = _refine_shared(inputs, layout, first)
     first = add_needed_differences(inputs, first)
     start_compilation(first)
@@ -199,6 +201,34 @@ def fit_hierarchy_from_each(
         if _compute_distance(layout, unrefined, conditional.position) > _MAX_FIT_DISTANCE_SD:
             raise HierarchyFitError("fits from different initial positions differ")
     return first
+
+
+def _has_newton_steps(fit: Preconditioner) -> bool:
+    """Return whether the shared parameters of a fit have Newton steps at its end."""
+    hessian = fit.reference_hessian
+    return hessian.pairs is None and hessian.layout.num_shared <= _MAX_TREND_SHARED
+
+
+def is_exact_fit(inputs: WarmupInputs, fit: Preconditioner) -> bool:
+    """Return whether mean and covariance of the shared parameters are exact up to small errors.
+
+    They are if effects given these are normal, as with Gaussian rows, and the marginal nearly is.
+    Blocks of the Hessian then do not depend on the effects: they are compared at the center and
+    where each effect is a posterior SD away.
+    """
+    layout = fit.factor.layout
+    has_many_groups = layout.num_groups >= _MIN_GROUPS_OF_ONE_SIDE
+    if len(layout.groupings) > 1 or not (has_many_groups and _has_newton_steps(fit)):
+        return False
+    signs = balance_signs(fit.factor.effect_factors)
+    position = fit.to_position(layout.merge(signs, np.zeros(layout.num_shared)))
+    probes = layout.make_probes(with_shared=False)
+    _, products = inputs.batched_gradients.large_pass_products(
+        np.stack([fit.center, position]), probes
+    )
+    blocks, moved_blocks = map(layout.make_blocks, products)
+    change = np.linalg.norm(moved_blocks - blocks)
+    return bool(change < _MAX_BLOCK_CHANGE * np.linalg.norm(blocks))
 
 
 def _fit_first(

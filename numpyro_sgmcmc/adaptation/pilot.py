@@ -32,6 +32,7 @@ from numpyro_sgmcmc.adaptation.gradient_noise import (
 from numpyro_sgmcmc.adaptation.preconditioning import (
     MAX_CENTER_SHIFT_SD,
     factorize_covariance,
+    has_other_covariance,
     is_root_centered,
     update_preconditioner,
 )
@@ -94,6 +95,8 @@ class PilotResult:
     - **coupling** - coupled coordinates, after :func:`refine_pilot`.
     - **log_mass_deficit** - log mass of the main mode minus that of this one, in nats.
     - **num_steps** - steps of a chain in all windows.
+    - **is_exact_fit** - whether center and coordinates are those of a fit that is more accurate
+      than the chains, to whose bias the noise of all groups adds, and are kept.
     """
 
     preconditioner: Preconditioner
@@ -106,6 +109,7 @@ class PilotResult:
     coupling: Coupling = NO_COUPLING
     log_mass_deficit: float = 0.0
     num_steps: int = 0
+    is_exact_fit: bool = False
 
     @property
     def positions(self) -> np.ndarray:
@@ -171,6 +175,7 @@ def run_pilot_windows(
         compared, max_r_hat = draws, MAX_CONVERGED_R_HAT
         time = draws.shape[1] * PILOT_THINNING * step_size
         num_independent = time / PILOT_DYNAMICS.relaxation_time(step_size)
+        num_draws = len(draws) * num_independent
         if is_block_arrow:  # of thousands of effects some differ by chance
             compared = pilot.preconditioner.factor.layout.take_shared(draws).astype(np.float64)
         if pilot.preconditioner.is_common:
@@ -178,24 +183,26 @@ def run_pilot_windows(
         within_variance = np.maximum(compared.var(1).mean(0), np.finfo(float).tiny)
         r_hat = float(compute_r_hat(compared.mean(1), within_variance).max())
         mean = compared.mean((0, 1))
-        is_centered = np.abs(mean).max() < MAX_CENTER_SHIFT_SD
+        keeps_fit = pilot.is_exact_fit and not has_other_covariance(compared, num_draws)
+        is_centered = keeps_fit or np.abs(mean).max() < MAX_CENTER_SHIFT_SD
         if pilot.preconditioner.is_hessian_root:
-            is_centered = is_root_centered(mean, len(draws) * num_independent)
+            is_centered = is_root_centered(mean, num_draws)
         pilot = replace(
             pilot,
             is_converged=bool(r_hat < max_r_hat and is_centered),
             r_hat=r_hat,
             window_medians=(*pilot.window_medians, median),
+            is_exact_fit=keeps_fit,
         )
         if not is_distinct(pilot, last_positions):
             return replace(pilot.move_to(pilot.preconditioner, last_positions), is_distinct=False)
+        if keeps_fit:
+            pilot = pilot.move_to(pilot.preconditioner, last_positions)
+            if pilot.is_converged:
+                break
+            continue
         updated = update_preconditioner(
-            inputs,
-            pilot.preconditioner,
-            draws,
-            noise_stats,
-            pilot.is_converged,
-            len(draws) * num_independent,
+            inputs, pilot.preconditioner, draws, noise_stats, pilot.is_converged, num_draws
         )
         if updated is None:
             max_step_size *= _NONFINITE_STEP_FACTOR

@@ -443,14 +443,9 @@ def refit_standard_normal(
     :param num_independent: independent draws of all chains if these are standard normal. Where they
         are not, chains move slowly, and their effective sample size would excuse it.
     """
-    num_draws, dim = min(num_independent, draws.shape[0] * draws.shape[1]), draws.shape[-1]
-    draws = draws.reshape(-1, dim)
-    mean, covariance = draws.mean(0), np.atleast_2d(np.cov(draws, rowvar=False))
-    eigenvalues, error = np.linalg.eigvalsh(covariance), np.sqrt(dim / num_draws)
-    high = max(_MAX_VARIANCE_RATIO, _MAX_SAMPLED_VARIANCE_RATIO * (1.0 + error) ** 2)
-    low = max(1.0 - error, 0.0) ** 2 / _MAX_SAMPLED_VARIANCE_RATIO
-    low = min(1.0 / _MAX_VARIANCE_RATIO, low)
-    is_covariance_off = eigenvalues.max() > high or eigenvalues.min() < low
+    num_draws, dim = _count_draws(draws, num_independent), draws.shape[-1]
+    mean, covariance = _compute_moments(draws)
+    is_covariance_off = has_other_covariance(draws, num_independent)
     max_shift = max(_MAX_SHIFT_SD, _NUM_STANDARD_ERRORS_OF_SHIFT / np.sqrt(num_draws))
     if not (is_covariance_off or np.abs(mean).max() > max_shift):
         return None
@@ -458,6 +453,28 @@ def refit_standard_normal(
         return mean, np.eye(dim)
     weight = num_draws / (num_draws + dim)
     return mean, factorize_spd(weight * covariance + (1.0 - weight) * np.eye(dim))
+
+
+def has_other_covariance(draws: np.ndarray, num_independent: float) -> bool:
+    """Return whether the covariance of draws cannot be the identity.
+
+    The parameters are those of :func:`refit_standard_normal`.
+    """
+    eigenvalues = np.linalg.eigvalsh(_compute_moments(draws)[1])
+    error = np.sqrt(draws.shape[-1] / _count_draws(draws, num_independent))
+    high = max(_MAX_VARIANCE_RATIO, _MAX_SAMPLED_VARIANCE_RATIO * (1.0 + error) ** 2)
+    low = max(1.0 - error, 0.0) ** 2 / _MAX_SAMPLED_VARIANCE_RATIO
+    low = min(1.0 / _MAX_VARIANCE_RATIO, low)
+    return bool(eigenvalues.max() > high or eigenvalues.min() < low)
+
+
+def _count_draws(draws: np.ndarray, num_independent: float) -> float:
+    return min(num_independent, draws.shape[0] * draws.shape[1])
+
+
+def _compute_moments(draws: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    draws = draws.reshape(-1, draws.shape[-1])
+    return draws.mean(0), np.atleast_2d(np.cov(draws, rowvar=False))
 
 
 def _bound_variance_ratios(

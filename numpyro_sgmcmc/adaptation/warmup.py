@@ -30,6 +30,7 @@ from numpyro_sgmcmc.adaptation.hierarchical_fit import (
     HierarchyFitError,
     HierarchyNotConvergedError,
     fit_hierarchy_from_each,
+    is_exact_fit,
 )
 from numpyro_sgmcmc.adaptation.influential import find_influential_rows, precompile_influential_rows
 from numpyro_sgmcmc.adaptation.initialisation import (
@@ -140,7 +141,10 @@ def warm_up_globals(inputs: WarmupInputs, init_positions: Iterable[np.ndarray]) 
             candidates = replace(candidates, estimators=estimators)
         fits = [MeanField(hierarchy.fit.center, hierarchy.fit.sds)]
         inputs = _include_influential_rows(inputs, fits[0], has_groups=True)
-        pilot = init_standard_pilot(inputs, hierarchy.fit)
+        pilot = replace(
+            init_standard_pilot(inputs, hierarchy.fit),
+            is_exact_fit=is_exact_fit(inputs, hierarchy.fit),
+        )
     else:
         inputs = _include_influential_rows(inputs, fits[0])
         preconditioner = build_preconditioner_from_fit(inputs, fits[0])

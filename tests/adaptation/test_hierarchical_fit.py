@@ -1,5 +1,7 @@
 """The fit of a hierarchy has the marginal mode and curvature of its shared parameters."""
 
+from dataclasses import replace
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -22,8 +24,10 @@ from numpyro_sgmcmc.adaptation.hierarchical_fit import (
     evaluate_block_arrow,
     fit_hierarchy,
     fit_hierarchy_from_each,
+    is_exact_fit,
     recenter_block_arrow,
 )
+from numpyro_sgmcmc.adaptation.pilot import init_standard_pilot, run_pilot_windows
 from numpyro_sgmcmc.adaptation.warmup import warm_up_globals
 from numpyro_sgmcmc.model.block_arrow import BlockArrowFactor, find_block_arrow_layout
 from tests.adaptation.inputs import make_inputs
@@ -110,6 +114,55 @@ def test_fit_has_trend_of_effects_sds_by_their_scale(num_groups):
     np.testing.assert_allclose(factor @ factor.T, covariance, atol=0.2 * sds.min() ** 2)
     distance = np.abs(layout.take_shared(preconditioner.center) - shared) / sds
     assert distance.max() < MAX_DISTANCE_SD
+
+
+def make_inputs_of_effects(make_rows, y, group, num_groups):
+    def model(group, y, batch_size=None):
+        mean = numpyro.sample("mean", dist.Normal(0, 2))
+        scale = numpyro.sample("scale", dist.HalfNormal(1))
+        with numpyro.plate("groups", num_groups):
+            effect = numpyro.sample("effect", dist.Normal(mean, scale))
+        with numpyro.plate("rows", len(y), subsample_size=batch_size) as i:
+            numpyro.sample("y", make_rows(effect[group[i]]), obs=y[i])
+
+    return make_inputs(model, (group, y), 100)
+
+
+@pytest.mark.parametrize(
+    ("make_rows", "num_groups", "is_exact"),
+    [
+        (lambda effect: dist.Normal(effect, 1.0), 3_000, True),
+        (lambda effect: dist.Normal(effect, 1.0), GROUPS, False),
+        (lambda effect: dist.StudentT(4.0, effect, 1.0), 3_000, False),
+    ],
+)
+def test_fit_is_exact_where_many_groups_have_normal_effects(make_rows, num_groups, is_exact):
+    group, y = make_data(num_groups=num_groups)
+    inputs = make_inputs_of_effects(make_rows, y, group, num_groups)
+    layout = find_block_arrow_layout(inputs.potential, inputs.arguments)
+    fit = fit_hierarchy_from_each(inputs, layout, [np.zeros(inputs.potential.dim)])
+    assert is_exact_fit(inputs, fit) == is_exact
+
+
+@pytest.mark.parametrize("has_wrong_covariance", [False, True])
+def test_pilot_chains_keep_an_exact_fit(has_wrong_covariance):
+    """Their bias is no reason for other coordinates; another covariance is."""
+    num_groups = 3_000
+    group, y = make_data(num_groups=num_groups)
+    inputs = make_inputs(make_model(num_groups=num_groups), (group, y), 100)
+    layout = find_block_arrow_layout(inputs.potential, inputs.arguments)
+    fit = fit_hierarchy_from_each(inputs, layout, [np.zeros(inputs.potential.dim)])
+    if has_wrong_covariance:
+        factor = replace(fit.factor, shared_factor=4.0 * fit.factor.shared_factor)
+        fit = fit._replace(factor=factor)
+    # The center is two posterior SDs off, as the means of biased chains may be from a correct one.
+    fit = recenter_block_arrow(inputs, fit, np.full(layout.num_shared, 2.0), np.eye(2))
+    inputs = replace(inputs, budget=inputs.budget.for_hierarchy())
+    pilot = replace(init_standard_pilot(inputs, fit), is_exact_fit=True)
+    pilot = run_pilot_windows(inputs, pilot, [400])
+    is_kept = pilot.preconditioner is fit
+    assert is_kept != has_wrong_covariance
+    assert pilot.is_exact_fit == is_kept
 
 
 def test_fit_of_many_effects_is_near_the_marginal_mode():

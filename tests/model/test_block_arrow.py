@@ -1,6 +1,7 @@
 """Block-arrow matrices equal dense ones, and layouts are those of the models."""
 
 from dataclasses import replace
+from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -392,6 +393,21 @@ def test_products_with_blocks_are_those_of_each_group_also_in_threads(monkeypatc
     expected = np.moveaxis(matrices @ np.moveaxis(effects, (0, 1), (2, 1)), (0, 1, 2), (2, 1, 0))
     found = multiply_blocks(xp.asarray(blocks), xp.asarray(effects), transpose)
     np.testing.assert_allclose(found, expected, atol=1e-12 if xp is np else 1e-5)
+
+
+@pytest.mark.parametrize("transpose", [False, True])
+def test_products_of_many_groups_are_those_of_each_group(monkeypatch, transpose):
+    """The last part of the groups overlaps with the one before."""
+    monkeypatch.setattr(block_arrow, "_MIN_EFFECTS_OF_PARTS", 0)
+    monkeypatch.setattr(block_arrow, "_GROUPS_PER_PART", 40)
+    num_effects, num_groups, num_chains = 10, 110, 2
+    rng = np.random.default_rng(0)
+    blocks = rng.standard_normal((num_effects, num_effects, num_groups))
+    effects = rng.standard_normal((num_chains, num_effects, num_groups))
+    expected = multiply_blocks(blocks, effects, transpose)
+    multiply = jax.vmap(partial(multiply_blocks, transpose=transpose), (None, 0))
+    found = multiply(jnp.asarray(blocks), jnp.asarray(effects))
+    np.testing.assert_allclose(found, expected, atol=1e-5)
 
 
 def test_split_positions_have_the_same_sites_and_gradients(monkeypatch):
