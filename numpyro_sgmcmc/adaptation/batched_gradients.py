@@ -362,17 +362,16 @@ def _evaluate_prior_products(
 
 
 def _call_ahead(
-    fn: Callable[..., Any], calls: Iterable[tuple[Any, tuple[Any, ...]]], dim: int
+    fn: Callable[..., Any], calls: Iterable[tuple[Any, tuple[Any, ...]]]
 ) -> Iterator[tuple[Any, Any]]:
     """Yield keys and results of a compiled function, of which the next call runs meanwhile.
 
     :param calls: keys and arguments.
-    :param dim: number of coordinates, of which many leave no memory for two calls.
     """
     pending: deque[tuple[Any, Any]] = deque()
     for key, arguments in calls:
         pending.append((key, fn(*arguments)))
-        if len(pending) > (dim <= HIGH_DIM):
+        if len(pending) > 1:
             yield pending.popleft()
     yield from pending
 
@@ -481,7 +480,7 @@ class BatchedGradients:
                 at = positions[position_index[pairs]]
                 yield slice(first, first + num_pairs), (potential, self.arguments, at, rows, keys)
 
-        for pair_slice, results in _call_ahead(_evaluate_pairs, iter_calls(), dim):
+        for pair_slice, results in _call_ahead(_evaluate_pairs, iter_calls()):
             num_pairs = pair_slice.stop - pair_slice.start
             yield PairResults(pair_slice, *(np.asarray(x, np.float64)[:num_pairs] for x in results))
 
@@ -591,7 +590,7 @@ class BatchedGradients:
                 position, directions, directions_per_call
             )
         )
-        for (k, rows), sums in _call_ahead(_sum_gradients_and_products, calls, self.potential.dim):
+        for (k, rows), sums in _call_ahead(_sum_gradients_and_products, calls):
             call_gradient, call_products = (np.asarray(x, np.float64) for x in sums)
             if len(directions):
                 products[k, rows] += call_products[rows.start - rows.stop :]

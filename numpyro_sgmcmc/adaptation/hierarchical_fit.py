@@ -15,8 +15,8 @@ functions up to the products of different effects of a group; these nearly cance
 (:func:`.balance_signs`). BFGS finds the zero of M, and its inverse Hessian is the covariance of the
 shared parameters.
 
-With one grouping and at most 50 shared parameters, one or two Newton steps follow. The Hessian, the
-inverse of the shared parameters' covariance, has differences of M along each of them. The
+With one grouping and at most 50 shared parameters, one to three Newton steps follow. The Hessian,
+the inverse of the shared parameters' covariance, has differences of M along each of them. The
 expectation has at least as many sign vectors as effects per group, in which the products of
 different effects cancel.
 
@@ -39,7 +39,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import chain
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -100,7 +100,7 @@ _MAX_TREND_SHARED, _TREND_STEP_SD, _MIN_TREND_CURVATURE = 50, 2.0, 0.5
 _MIN_GROUPS_OF_ONE_SIDE, _ONE_SIDED_STEP_SD = 3_000, 0.5
 # Newton steps of the shared parameters at the end of a fit, and the length of the last one, whose
 # error is of second order in it.
-_MAX_NEWTON_STEPS, _MAX_LAST_NEWTON_STEP_SD = 2, 0.2
+_MAX_NEWTON_STEPS, _MAX_LAST_NEWTON_STEP_SD = 3, 0.2
 _CURVATURE_RATIOS = 0.01, 100.0  # bounds on curvatures relative to those of BFGS
 _MIN_RELATIVE_TREND = 0.25  # RMS over groups, relative to an effect's largest, from which it counts
 _COLUMNS_PER_PRODUCT = 8  # shared parameters whose coupling is in memory at once
@@ -110,8 +110,10 @@ _MAX_FIT_DISTANCE_SD = 3.0  # between the shared parameters of fits of the same 
 _NEAR_DECREMENT, _NEAR_DISTANCE_SD = 1.0, 2.0
 # Relative error of a product with a random vector up to which the Hessian is a block-arrow matrix.
 _MAX_STRUCTURE_ERROR = 2e-3
-# Relative change of blocks with the effects up to which these are normal: rounding in float32.
-_MAX_BLOCK_CHANGE = 1e-3
+# RMS nonlinear change of an effect's gradient at a posterior SD from the center, up to which
+# effects are normal. With Gaussian rows it is at most 1e-5 (rounding), with ten binary rows per
+# group 6e-3.
+_MAX_NONLINEARITY_SD = 1e-3
 
 _NOT_FINITE, _NO_MODE = (
     "the gradient or the Hessian of the fit was not finite",
@@ -125,6 +127,19 @@ class HierarchyFitError(Exception):
 
 class HierarchyNotConvergedError(HierarchyFitError):
     """The fit did not converge. From effects near their posterior means it may."""
+
+
+class HierarchyFit(NamedTuple):
+    """A fit of a hierarchy.
+
+    - **coordinates** - coordinates about its mean.
+    - **is_exact** - whether these are more accurate than estimates from draws: Newton's method has
+      converged, effects are normal given the shared parameters, and with so many groups the
+      marginal of these is nearly normal.
+    """
+
+    coordinates: Preconditioner
+    is_exact: bool
 
 
 @dataclass(frozen=True)
@@ -178,8 +193,8 @@ def fit_hierarchy_from_each(
     positions: Sequence[np.ndarray],
     start_compilation: Callable[[Preconditioner], None] = lambda fit: None,
     has_effects: bool = False,
-) -> Preconditioner:
-    """Return the coordinates of :func:`fit_hierarchy` if its fits from initial positions agree.
+) -> HierarchyFit:
+    """Return a fit, whose coordinates are refined, if fits from initial positions agree.
 
     :param start_compilation: called with the coordinates before the other fits.
     :param has_effects: see :func:`fit_hierarchy`.
@@ -189,8 +204,12 @@ def fit_hierarchy_from_each(
     remaining = iter(positions)
     # Fits are compared without the refinement, which moves many groups' scales by several SDs.
     unrefined = first = _fit_first(inputs, layout, remaining, has_effects)
-    if _has_newton_steps(first):
-        first = _refine_shared(inputs, layout, first)
+    is_exact = False
+    if not first.reference_hessian.pairs and layout.num_shared <= _MAX_TREND_SHARED:
+        first, is_converged = _refine_shared(inputs, layout, first)
+        is_nearly_normal = layout.num_groups >= _MIN_GROUPS_OF_ONE_SIDE
+        if is_converged and is_nearly_normal and len(layout.groupings) == 1:
+            is_exact = _has_normal_effects(inputs, first)
     first = add_needed_differences(inputs, first)
     start_compilation(first)
     for position in remaining:
@@ -200,35 +219,24 @@ def fit_hierarchy_from_each(
             continue
         if _compute_distance(layout, unrefined, conditional.position) > _MAX_FIT_DISTANCE_SD:
             raise HierarchyFitError("fits from different initial positions differ")
-    return first
+    return HierarchyFit(first, is_exact)
 
 
-def _has_newton_steps(fit: Preconditioner) -> bool:
-    """Return whether the shared parameters of a fit have Newton steps at its end."""
-    hessian = fit.reference_hessian
-    return hessian.pairs is None and hessian.layout.num_shared <= _MAX_TREND_SHARED
+def _has_normal_effects(inputs: WarmupInputs, fit: Preconditioner) -> bool:
+    """Return whether effects are normal given the shared parameters, as with Gaussian rows.
 
-
-def is_exact_fit(inputs: WarmupInputs, fit: Preconditioner) -> bool:
-    """Return whether mean and covariance of the shared parameters are exact up to small errors.
-
-    They are if effects given these are normal, as with Gaussian rows, and the marginal nearly is.
-    Blocks of the Hessian then do not depend on the effects: they are compared at the center and
-    where each effect is a posterior SD away.
+    The gradient is then linear in the effects: in their coordinates it is compared at the center
+    and at two antithetic points.
     """
     layout = fit.factor.layout
-    has_many_groups = layout.num_groups >= _MIN_GROUPS_OF_ONE_SIDE
-    if len(layout.groupings) > 1 or not (has_many_groups and _has_newton_steps(fit)):
-        return False
     signs = balance_signs(fit.factor.effect_factors)
-    position = fit.to_position(layout.merge(signs, np.zeros(layout.num_shared)))
-    probes = layout.make_probes(with_shared=False)
-    _, products = inputs.batched_gradients.large_pass_products(
-        np.stack([fit.center, position]), probes
-    )
-    blocks, moved_blocks = map(layout.make_blocks, products)
-    change = np.linalg.norm(moved_blocks - blocks)
-    return bool(change < _MAX_BLOCK_CHANGE * np.linalg.norm(blocks))
+    effects = np.stack([np.zeros_like(signs), signs, -signs])
+    q = layout.merge(effects, np.zeros((len(effects), layout.num_shared)))
+    gradients = inputs.batched_gradients.large_pass_gradients(fit.to_position(q))
+    gradients = fit.gradient_to_expansion(fit.to_expansion(q), gradients)
+    center, *points = layout.split(fit.pull_back_expansion(q, gradients))[0]
+    mean_square = np.square(np.mean(points, 0) - center).mean(1)
+    return bool(np.max(mean_square) < _MAX_NONLINEARITY_SD**2)
 
 
 def _fit_first(
@@ -587,8 +595,10 @@ def _compute_coupling(
 
 def _refine_shared(
     inputs: WarmupInputs, layout: BlockArrowLayout, preconditioner: Preconditioner
-) -> Preconditioner:
+) -> tuple[Preconditioner, bool]:
     """Return coordinates with a trend of the effects' SDs, and after Newton steps of the marginal.
+
+    Also return whether these have converged.
 
     BFGS finds the curvature of many shared parameters slowly; here M and the effects' precisions
     are differentiated along each of them.
@@ -645,17 +655,17 @@ def _refine_shared(
     eigenvalues, vectors = np.linalg.eigh((curvature + curvature.T) / 2.0)
     eigenvalues = np.clip(np.abs(eigenvalues), *_CURVATURE_RATIOS)
     patterns = [signs * x[:, None] for x in list_sign_patterns(layout.effects_per_group)]
-    position = np.zeros(layout.num_shared)
-    for _ in range(_MAX_NEWTON_STEPS):
+    position, is_converged, num_steps = np.zeros(layout.num_shared), False, 0
+    while not is_converged and num_steps < _MAX_NEWTON_STEPS:
         step = -(vectors / eigenvalues) @ (vectors.T @ evaluate(position, patterns)[1])
         position += step
-        if np.abs(step).max() < _MAX_LAST_NEWTON_STEP_SD:
-            break
+        is_converged = bool(np.abs(step).max() < _MAX_LAST_NEWTON_STEP_SD)
+        num_steps += 1
     scale = vectors / np.sqrt(eigenvalues)
     refined = recenter_block_arrow(inputs, preconditioner, position, scale)
     if refined is None:
         raise HierarchyFitError(_NOT_FINITE)
-    return refined
+    return refined, is_converged
 
 
 def _compute_precisions(blocks: np.ndarray, factors: np.ndarray) -> np.ndarray:

@@ -3,6 +3,7 @@
 A mode and its curvature describe a Gaussian; a skewed posterior (of a scale, of a rare level) has
 its mean and covariance elsewhere. Pilot chains run in windows: after each, the preconditioner is
 updated from the draws and the gradients there, until the chains agree and stay about its center.
+An exact fit of a hierarchy is kept.
 
 All chains take the same minibatch at a step, so that its observations are gathered once and the
 reference gradient on them is computed once.
@@ -32,7 +33,7 @@ from numpyro_sgmcmc.adaptation.gradient_noise import (
 from numpyro_sgmcmc.adaptation.preconditioning import (
     MAX_CENTER_SHIFT_SD,
     factorize_covariance,
-    has_other_covariance,
+    is_covariance_off,
     is_root_centered,
     update_preconditioner,
 )
@@ -95,8 +96,8 @@ class PilotResult:
     - **coupling** - coupled coordinates, after :func:`refine_pilot`.
     - **log_mass_deficit** - log mass of the main mode minus that of this one, in nats.
     - **num_steps** - steps of a chain in all windows.
-    - **is_exact_fit** - whether center and coordinates are those of a fit that is more accurate
-      than the chains, to whose bias the noise of all groups adds, and are kept.
+    - **keeps_fit** - whether windows keep center and coordinates, which are those of a fit. It is
+      more accurate than the chains, whose bias grows with the number of groups.
     """
 
     preconditioner: Preconditioner
@@ -109,7 +110,7 @@ class PilotResult:
     coupling: Coupling = NO_COUPLING
     log_mass_deficit: float = 0.0
     num_steps: int = 0
-    is_exact_fit: bool = False
+    keeps_fit: bool = False
 
     @property
     def positions(self) -> np.ndarray:
@@ -154,7 +155,8 @@ def run_pilot_windows(
         survives = _find_surviving_chains(inputs, pilot.preconditioner, draws)
         if survives.sum() <= num_chains // 2:
             max_step_size *= LOST_STEP_FACTOR
-            pilot = replace(pilot, q=pilot.q / 2.0)  # restart nearer to the center
+            # Restart nearer to the center.
+            pilot = replace(pilot, q=pilot.q / 2.0, keeps_fit=False)
             continue
         draws = draws if survives.all() else draws[survives]
         is_block_arrow = pilot.preconditioner.is_block_arrow
@@ -183,7 +185,7 @@ def run_pilot_windows(
         within_variance = np.maximum(compared.var(1).mean(0), np.finfo(float).tiny)
         r_hat = float(compute_r_hat(compared.mean(1), within_variance).max())
         mean = compared.mean((0, 1))
-        keeps_fit = pilot.is_exact_fit and not has_other_covariance(compared, num_draws)
+        keeps_fit = pilot.keeps_fit and not is_covariance_off(compared, num_draws)
         is_centered = keeps_fit or np.abs(mean).max() < MAX_CENTER_SHIFT_SD
         if pilot.preconditioner.is_hessian_root:
             is_centered = is_root_centered(mean, num_draws)
@@ -192,7 +194,7 @@ def run_pilot_windows(
             is_converged=bool(r_hat < max_r_hat and is_centered),
             r_hat=r_hat,
             window_medians=(*pilot.window_medians, median),
-            is_exact_fit=keeps_fit,
+            keeps_fit=keeps_fit,
         )
         if not is_distinct(pilot, last_positions):
             return replace(pilot.move_to(pilot.preconditioner, last_positions), is_distinct=False)

@@ -445,20 +445,21 @@ def refit_standard_normal(
     """
     num_draws, dim = _count_draws(draws, num_independent), draws.shape[-1]
     mean, covariance = _compute_moments(draws)
-    is_covariance_off = has_other_covariance(draws, num_independent)
+    is_off = is_covariance_off(draws, num_independent)
     max_shift = max(_MAX_SHIFT_SD, _NUM_STANDARD_ERRORS_OF_SHIFT / np.sqrt(num_draws))
-    if not (is_covariance_off or np.abs(mean).max() > max_shift):
+    if not (is_off or np.abs(mean).max() > max_shift):
         return None
-    if not is_covariance_off:
+    if not is_off:
         return mean, np.eye(dim)
     weight = num_draws / (num_draws + dim)
     return mean, factorize_spd(weight * covariance + (1.0 - weight) * np.eye(dim))
 
 
-def has_other_covariance(draws: np.ndarray, num_independent: float) -> bool:
-    """Return whether the covariance of draws cannot be the identity.
+def is_covariance_off(draws: np.ndarray, num_independent: float) -> bool:
+    """Return whether the covariance of draws differs from the identity by more than by chance.
 
-    The parameters are those of :func:`refit_standard_normal`.
+    :param draws: shape ``(chains, draws, s)``.
+    :param num_independent: see :func:`refit_standard_normal`.
     """
     eigenvalues = np.linalg.eigvalsh(_compute_moments(draws)[1])
     error = np.sqrt(draws.shape[-1] / _count_draws(draws, num_independent))

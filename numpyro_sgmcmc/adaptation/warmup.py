@@ -30,7 +30,6 @@ from numpyro_sgmcmc.adaptation.hierarchical_fit import (
     HierarchyFitError,
     HierarchyNotConvergedError,
     fit_hierarchy_from_each,
-    is_exact_fit,
 )
 from numpyro_sgmcmc.adaptation.influential import find_influential_rows, precompile_influential_rows
 from numpyro_sgmcmc.adaptation.initialisation import (
@@ -141,10 +140,8 @@ def warm_up_globals(inputs: WarmupInputs, init_positions: Iterable[np.ndarray]) 
             candidates = replace(candidates, estimators=estimators)
         fits = [MeanField(hierarchy.fit.center, hierarchy.fit.sds)]
         inputs = _include_influential_rows(inputs, fits[0], has_groups=True)
-        pilot = replace(
-            init_standard_pilot(inputs, hierarchy.fit),
-            is_exact_fit=is_exact_fit(inputs, hierarchy.fit),
-        )
+        pilot = init_standard_pilot(inputs, hierarchy.fit)
+        pilot = replace(pilot, keeps_fit=hierarchy.is_exact)
     else:
         inputs = _include_influential_rows(inputs, fits[0])
         preconditioner = build_preconditioner_from_fit(inputs, fits[0])
@@ -199,12 +196,14 @@ class _HierarchyFit:
     """Coordinates of a model with effects of many groups.
 
     - **fit** - the coordinates, or None.
+    - **is_exact** - whether these are more accurate than estimates from draws.
     - **note** - a sentence that says why the model's groups have no blocks, or empty.
     - **layout** - that of the effects, or None where the model has no such effects.
     - **may_converge** - whether a fit that starts nearer to the posterior means may succeed.
     """
 
     fit: Preconditioner | None = None
+    is_exact: bool = False
     note: str = ""
     layout: BlockArrowLayout | None = None
     may_converge: bool = False
@@ -260,12 +259,12 @@ def _fit_hierarchy_at(
         precompile_pilot(pilot_inputs, fit)
 
     try:
-        fit = fit_hierarchy_from_each(inputs, layout, positions, start_compilation, has_effects)
+        found = fit_hierarchy_from_each(inputs, layout, positions, start_compilation, has_effects)
     except HierarchyFitError as error:
         note = f"The effects of {layout.num_groups:,} groups have no blocks: {error}."
         may_converge = isinstance(error, HierarchyNotConvergedError) and not has_effects
-        return _HierarchyFit(None, note, layout, may_converge)
-    return _HierarchyFit(fit, "", layout)
+        return _HierarchyFit(note=note, layout=layout, may_converge=may_converge)
+    return _HierarchyFit(found.coordinates, found.is_exact, layout=layout)
 
 
 def _start_mean_field_compilation(inputs: WarmupInputs) -> None:

@@ -163,7 +163,9 @@ def estimate_bias_from_sums(
         with np.errstate(invalid="ignore"):  # variances that few draws make negative
             return jackknife(statistic(total), [statistic(x) for x in leave_one_out], weights)
 
-    factor, split = preconditioners[0].factor, _SplitVectors.from_preconditioners(preconditioners)
+    factor = preconditioners[0].factor
+    compute_variances = _make_position_variances(factor)
+    split = _SplitVectors.from_preconditioners(preconditioners)
     is_significant = None
     if total.position_gradient.ndim == 2:
         matrix = over_batches(lambda x: _compute_central_moments(x)[2])
@@ -187,13 +189,13 @@ def estimate_bias_from_sums(
 
     def bias(x: RunningSums) -> np.ndarray:
         chain, posterior, mean_difference = compute_covariances(x)
-        sd = np.sqrt(_compute_position_variances(posterior, factor))
+        sd = np.sqrt(compute_variances(posterior))
         mean_bias = _scale_to_positions(mean_difference, factor) / sd
-        return np.stack([mean_bias, np.sqrt(_compute_position_variances(chain, factor)) / sd - 1.0])
+        return np.stack([mean_bias, np.sqrt(compute_variances(chain)) / sd - 1.0])
 
     def mean_and_sd(x: RunningSums) -> np.ndarray:
         mean, covariance = split.compute_mean_and_covariance(x)
-        sd = np.sqrt(_compute_position_variances(covariance, factor))
+        sd = np.sqrt(compute_variances(covariance))
         return np.stack([_scale_to_positions(mean, factor), sd])
 
     dim = preconditioners[0].center.size
@@ -204,7 +206,7 @@ def estimate_bias_from_sums(
         kinetic_temperature=over_batches(lambda x: np.asarray(x.kinetic_temperature / x.weight)),
         chain_covariance=chain,
         posterior_covariance=posterior,
-        mcse=over_batches(mean_and_sd).error / np.sqrt(_compute_position_variances(chain, factor)),
+        mcse=over_batches(mean_and_sd).error / np.sqrt(compute_variances(chain)),
     )
 
 
@@ -275,7 +277,7 @@ def compute_between_chain_r_hat(
         mean, covariance = split.compute_mean_and_covariance(chain_sums)
         offset = preconditioner.center - preconditioners[0].center
         means.append(offset + _scale_to_positions(mean, preconditioner.factor))
-        variances.append(_compute_position_variances(covariance, preconditioner.factor))
+        variances.append(_make_position_variances(preconditioner.factor)(covariance))
     if len(means) < 2:
         return np.full(preconditioners[0].center.size, np.nan)
     with np.errstate(over="ignore", divide="ignore", invalid="ignore"):  # chains that are stuck
@@ -317,14 +319,22 @@ def _scale_to_positions(q: np.ndarray, factor: Any) -> np.ndarray:
     return factor @ q if factor.ndim == 2 else factor * q
 
 
-def _compute_position_variances(covariance: np.ndarray, factor: Any) -> np.ndarray:
-    """Return the variances of positions, given a covariance of preconditioned ones."""
-    if isinstance(factor, (BlockArrowFactor, HessianFactor)):
-        return np.asarray(factor.apply_squared(covariance))
-    if covariance.ndim == 2:
-        matrix = np.diag(factor) if factor.ndim == 1 else factor
-        return np.einsum("ij,jk,ik->i", matrix, covariance, matrix)
-    return np.square(factor) @ covariance if factor.ndim == 2 else np.square(factor) * covariance
+def _make_position_variances(factor: Any) -> Callable[[np.ndarray], np.ndarray]:
+    """Return the function from a covariance of preconditioned positions to their variances."""
+    if isinstance(factor, BlockArrowFactor):
+        squared_shifts = factor.square_shifts()
+        return lambda variances: np.asarray(factor.apply_squared(variances, squared_shifts))
+    if isinstance(factor, HessianFactor):
+        return lambda variances: np.asarray(factor.apply_squared(variances))
+
+    def compute_variances(covariance: np.ndarray) -> np.ndarray:
+        if covariance.ndim == 2:
+            matrix = np.diag(factor) if factor.ndim == 1 else factor
+            return np.einsum("ij,jk,ik->i", matrix, covariance, matrix)
+        square = np.square(factor)
+        return np.asarray(square @ covariance if factor.ndim == 2 else square * covariance)
+
+    return compute_variances
 
 
 def jackknife(

@@ -675,14 +675,22 @@ class BlockArrowFactor:
         """True where each chain has its own, as in a batch of one chain."""
         return self.shared_factor.ndim > 2
 
-    def apply_squared(self, variances: Any) -> Any:
-        """Return the variances of ``L q`` from those of uncorrelated ``q``."""
+    def square_shifts(self) -> Any:
+        """Return squares of the derivatives of effects by shared coordinates, ``(s, k, G)``."""
+        return self._shift_means(self.shared_factor.T) ** 2
+
+    def apply_squared(self, variances: Any, squared_shifts: Any = None) -> Any:
+        """Return the variances of ``L q`` from those of uncorrelated ``q``.
+
+        :param squared_shifts: :meth:`square_shifts`, which takes most of the time.
+        """
+        squared_shifts = self.square_shifts() if squared_shifts is None else squared_shifts
         effects, shared = self.layout.split(variances)
         effects = self._correlate(effects, LowRankFactor.apply_squared)
         effects = multiply_blocks(self.effect_factors**2, effects)
         if self.nesting is not None:
             effects = self.nesting.apply_squared(effects)
-        effects = effects + _multiply_shared(self._squared_shifts, shared)
+        effects = effects + _multiply_shared(squared_shifts, shared)
         return self.layout.merge(effects, shared @ (self.shared_factor**2).T)
 
     @property
@@ -692,11 +700,6 @@ class BlockArrowFactor:
         scales = 1.0 if self.correlation is None else self.correlation.scales
         log_dets = np.linalg.slogdet(factors)[1].sum() + np.linalg.slogdet(self.shared_factor)[1]
         return float(log_dets + np.log(scales).sum())
-
-    @cached_property
-    def _squared_shifts(self) -> Any:
-        """Squares of the derivatives of the effects by the shared coordinates, ``(s, k, G)``."""
-        return self._shift_means(self.shared_factor.T) ** 2
 
     def _shift_means(self, shared: Any) -> Any:
         """Return W times displacements of the shared parameters, shape ``(..., k, G)``."""

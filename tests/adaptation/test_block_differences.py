@@ -43,7 +43,7 @@ def fit(batch_size):
     inputs = make_inputs(model, (jnp.asarray(group), jnp.asarray(y)), batch_size)
     layout = find_block_arrow_layout(inputs.potential, inputs.arguments)
     position = np.zeros(inputs.potential.dim)
-    return inputs, fit_hierarchy_from_each(inputs, layout, [position])
+    return inputs, fit_hierarchy_from_each(inputs, layout, [position]).coordinates
 
 
 @pytest.mark.parametrize(("batch_size", "columns"), [(20, (ROW_SCALE,)), (400, None)])
@@ -70,7 +70,9 @@ def fit_crossed():
     y = jnp.asarray(1.5 * rng.standard_normal(num_rows), jnp.float32)
     inputs = make_inputs(crossed, (user, item, y), 20)
     layout = find_block_arrow_layout(inputs.potential, inputs.arguments)
-    return inputs, fit_hierarchy_from_each(inputs, layout, [np.zeros(inputs.potential.dim)])
+    return inputs, fit_hierarchy_from_each(
+        inputs, layout, [np.zeros(inputs.potential.dim)]
+    ).coordinates
 
 
 def test_crossed_effects_have_differences_of_pairs_of_groups():

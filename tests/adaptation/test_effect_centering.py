@@ -71,7 +71,7 @@ def prepare(kind, num_rows=ROWS):
 def fit_near_data(kind):
     """Return coordinates about effects with the scales of the data."""
     inputs, layout = prepare(kind)
-    fit = fit_hierarchy_from_each(inputs, layout, [np.zeros(inputs.potential.dim)])
+    fit = fit_hierarchy_from_each(inputs, layout, [np.zeros(inputs.potential.dim)]).coordinates
     distance = np.array([np.log(0.5), 0.0, np.log(0.6)]) - layout.take_shared(fit.center)
     shift = np.linalg.solve(fit.factor.shared_factor, distance)
     return inputs, layout, recenter_block_arrow(inputs, fit, shift, np.eye(3))
@@ -133,7 +133,7 @@ def prepare_correlated():
 
 def fit_correlated():
     inputs, layout = prepare_correlated()
-    fit = fit_hierarchy_from_each(inputs, layout, [np.zeros(inputs.potential.dim)])
+    fit = fit_hierarchy_from_each(inputs, layout, [np.zeros(inputs.potential.dim)]).coordinates
     return inputs, layout, fit
 
 
@@ -307,5 +307,5 @@ def test_the_sd_of_the_rows_is_no_matrix_where_all_groups_have_the_same_covariat
 
     inputs = make_inputs(model, (jnp.asarray(group), jnp.asarray(x, "f"), jnp.asarray(y, "f")), 90)
     layout = find_block_arrow_layout(inputs.potential, inputs.arguments)
-    fit = fit_hierarchy_from_each(inputs, layout, [np.zeros(inputs.potential.dim)])
+    fit = fit_hierarchy_from_each(inputs, layout, [np.zeros(inputs.potential.dim)]).coordinates
     assert fit.centering is None

@@ -24,7 +24,6 @@ from numpyro_sgmcmc.adaptation.hierarchical_fit import (
     evaluate_block_arrow,
     fit_hierarchy,
     fit_hierarchy_from_each,
-    is_exact_fit,
     recenter_block_arrow,
 )
 from numpyro_sgmcmc.adaptation.pilot import init_standard_pilot, run_pilot_windows
@@ -101,7 +100,9 @@ def test_fit_has_trend_of_effects_sds_by_their_scale(num_groups):
     group, y = make_data(num_groups=num_groups)
     inputs = make_inputs(make_model(num_groups=num_groups), (group, y), 100)
     layout = find_block_arrow_layout(inputs.potential, inputs.arguments)
-    preconditioner = fit_hierarchy_from_each(inputs, layout, [np.zeros(inputs.potential.dim)])
+    preconditioner = fit_hierarchy_from_each(
+        inputs, layout, [np.zeros(inputs.potential.dim)]
+    ).coordinates
     _, (_, log_scale) = layout.split(preconditioner.center)
     # The precision of an effect is the number of its rows, and that of its prior.
     prior_precision = np.exp(-2.0 * log_scale)
@@ -141,7 +142,7 @@ def test_fit_is_exact_where_many_groups_have_normal_effects(make_rows, num_group
     inputs = make_inputs_of_effects(make_rows, y, group, num_groups)
     layout = find_block_arrow_layout(inputs.potential, inputs.arguments)
     fit = fit_hierarchy_from_each(inputs, layout, [np.zeros(inputs.potential.dim)])
-    assert is_exact_fit(inputs, fit) == is_exact
+    assert fit.is_exact == is_exact
 
 
 @pytest.mark.parametrize("has_wrong_covariance", [False, True])
@@ -151,18 +152,18 @@ def test_pilot_chains_keep_an_exact_fit(has_wrong_covariance):
     group, y = make_data(num_groups=num_groups)
     inputs = make_inputs(make_model(num_groups=num_groups), (group, y), 100)
     layout = find_block_arrow_layout(inputs.potential, inputs.arguments)
-    fit = fit_hierarchy_from_each(inputs, layout, [np.zeros(inputs.potential.dim)])
+    fit = fit_hierarchy_from_each(inputs, layout, [np.zeros(inputs.potential.dim)]).coordinates
     if has_wrong_covariance:
         factor = replace(fit.factor, shared_factor=4.0 * fit.factor.shared_factor)
         fit = fit._replace(factor=factor)
     # The center is two posterior SDs off, as the means of biased chains may be from a correct one.
     fit = recenter_block_arrow(inputs, fit, np.full(layout.num_shared, 2.0), np.eye(2))
     inputs = replace(inputs, budget=inputs.budget.for_hierarchy())
-    pilot = replace(init_standard_pilot(inputs, fit), is_exact_fit=True)
+    pilot = replace(init_standard_pilot(inputs, fit), keeps_fit=True)
     pilot = run_pilot_windows(inputs, pilot, [400])
     is_kept = pilot.preconditioner is fit
     assert is_kept != has_wrong_covariance
-    assert pilot.is_exact_fit == is_kept
+    assert pilot.keeps_fit == is_kept
 
 
 def test_fit_of_many_effects_is_near_the_marginal_mode():
@@ -184,7 +185,7 @@ def test_fit_of_many_effects_is_near_the_marginal_mode():
     args = (jnp.asarray(group), jnp.asarray(x, "f"), jnp.asarray(y, "f"))
     inputs = make_inputs(model, args, 100)
     layout = find_block_arrow_layout(inputs.potential, inputs.arguments)
-    fit = fit_hierarchy_from_each(inputs, layout, [np.zeros(inputs.potential.dim)])
+    fit = fit_hierarchy_from_each(inputs, layout, [np.zeros(inputs.potential.dim)]).coordinates
     # An effect depends on its mean and its scale alone.
     own = np.arange(num_effects)
     _, hessian = evaluate_block_arrow(inputs, layout, fit.center)
@@ -278,11 +279,12 @@ def test_fits_are_compared_without_the_refinement(monkeypatch):
 
     def move(inputs, layout, fit):
         identity = np.eye(layout.num_shared)
-        return recenter_block_arrow(inputs, fit, np.full(layout.num_shared, 5.0), identity)
+        moved = recenter_block_arrow(inputs, fit, np.full(layout.num_shared, 5.0), identity)
+        return moved, True
 
     monkeypatch.setattr(hierarchical_fit, "_refine_shared", move)
     positions = [np.zeros(layout.dim), np.full(layout.dim, 0.3)]
-    fit = fit_hierarchy_from_each(inputs, layout, positions)
+    fit = fit_hierarchy_from_each(inputs, layout, positions).coordinates
     assert fit.is_finite()
 
 
@@ -378,7 +380,7 @@ def test_fit_of_correlated_effects_with_few_rows_is_near_the_marginal_mode():
         mode, covariance = find_mode(lambda shared: float(marginal(shared)), 9)
     sds = np.sqrt(np.diagonal(covariance))
     # With independent signs in place of balanced ones the fit is 2.8 SDs off.
-    fit = fit_hierarchy_from_each(inputs, layout, [np.zeros(inputs.potential.dim)])
+    fit = fit_hierarchy_from_each(inputs, layout, [np.zeros(inputs.potential.dim)]).coordinates
     distance = np.abs(layout.take_shared(fit.center) - mode) / sds
     assert distance.max() < MAX_DISTANCE_SD
 
@@ -446,7 +448,7 @@ def test_means_of_effects_follow_the_shared_parameters_about_a_new_center(is_cro
     model = crossed_model if is_crossed else make_model()
     inputs = make_inputs(model, args, 100)
     layout = find_block_arrow_layout(inputs.potential, inputs.arguments)
-    fit = fit_hierarchy_from_each(inputs, layout, [np.zeros(inputs.potential.dim)])
+    fit = fit_hierarchy_from_each(inputs, layout, [np.zeros(inputs.potential.dim)]).coordinates
     num_shared = layout.num_shared
     # The log scales move by one and a half SDs.
     shift = np.array([0.0, 1.5, 1.5])[:num_shared]

@@ -410,7 +410,7 @@ def assert_hierarchy_has_the_fit_of_one_device(shard_array):
         inputs = make_inputs(hierarchy, arguments, 64)
         layout = find_block_arrow_layout(inputs.potential, inputs.arguments)
         position = np.zeros(inputs.potential.dim)
-        fits.append(fit_hierarchy_from_each(inputs, layout, [position]))
+        fits.append(fit_hierarchy_from_each(inputs, layout, [position]).coordinates)
     for a, b in zip(*map(jax.tree.leaves, fits), strict=True):
         assert_close(a, b)
 
