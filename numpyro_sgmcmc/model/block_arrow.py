@@ -756,8 +756,8 @@ def multiply_blocks(blocks: Any, effects: Any, transpose: bool = False) -> Any:
 
     def multiply_parts() -> Any:
         def multiply_next(n: Any, product: Any) -> Any:
-            # The last part overlaps with the one before.
-            start = jnp.minimum(n * _GROUPS_PER_PART, num_groups - _GROUPS_PER_PART)
+            # The last part overlaps with the one before: slices end where the array ends.
+            start = n * _GROUPS_PER_PART
             part = multiply_part(start, _GROUPS_PER_PART)
             return lax.dynamic_update_slice_in_dim(product, part, start, product.ndim - 1)
 
