@@ -410,12 +410,17 @@ def _describe_remedies(inputs: WarmupInputs, draw: DrawPrediction) -> str:
 
 
 def _describe_batch_sizes(inputs: WarmupInputs, batch_sizes: dict[str, int]) -> str:
-    """Return the batch sizes of all plates as arguments of a user."""
-    return " and ".join(
+    """Return the batch sizes of all plates as arguments of a user, or NUTS for the whole data."""
+    sizes = " and ".join(
         f"subsample_size={batch_sizes[p.name]} of plate '{p.name}'"
         + " (the whole data)" * (batch_sizes[p.name] == p.size)
         for p in inputs.potential.plates
     )
+    is_whole = all(batch_sizes[p.name] == p.size for p in inputs.potential.plates)
+    if not is_whole or inputs.potential.is_stochastic:
+        return sizes
+    sampler = "NUTS" if inputs.potential.local_latents is None else "numpyro.infer.HMCGibbs"
+    return f"use {sampler}, since the recommended minibatch is {sizes}"
 
 
 def _compute_discretisation_variance_inflation(

@@ -422,13 +422,12 @@ def _recommend_remedy(report: BiasReport, biased_sites: list[SiteBias]) -> str:
                 "halves the bias."
             )
         fold = f"{float(f'{ratio:.1g}'):,.0f}-fold"
-        otherwise = f"reduce step_size {fold}"
+        otherwise = f"if that is all rows, use NUTS; or reduce step_size {fold}"
         if ratio * report.num_steps > MAX_NUM_STEPS:
-            otherwise = f"use NUTS (with a step_size {fold} shorter, draws take too many steps)"
+            otherwise = f"or use NUTS (with a step_size {fold} shorter, draws take too many steps)"
         return (
             "Gradient noise explains it. Fix: leave out `step_size` and `gradient_estimator` if "
-            f"you set them; else increase subsample_size {fold} (to all rows, if these are fewer), "
-            f"or {otherwise}."
+            f"you set them; else increase subsample_size {fold}; {otherwise}."
         )
     if _is_mean_bias_from_noise(report, biased_sites):
         return (

@@ -433,11 +433,13 @@ def build_potential_from_model(
     )
     _check_local_latents(potential, arguments, options)
     if not potential.plates and potential.dim:
+        exact = "" if potential.is_stochastic else "use NUTS, which has no bias; or "
         warn_user(
-            "The model has no subsampled plate: every step computes the gradient on all data.",
+            "The model has no subsampled plate (subsample_size below its size): every step "
+            "computes the gradient on all data.",
             PlateWarning,
-            "put the data in a plate with a subsample_size, for example 100; if it is an "
-            "argument of the model, pass it to `run`.",
+            f"{exact}give the plate of the rows a subsample_size below its size, for example 100; "
+            "if it is an argument of the model, pass it to `run`.",
             "no-subsampled-plate",
         )
     is_resampled = not options.keep_locals

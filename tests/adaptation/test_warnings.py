@@ -41,6 +41,7 @@ from numpyro_sgmcmc.errors import (
     DataOrderWarning,
     DiscretisationWarning,
     GradientNoiseWarning,
+    PlateWarning,
     SGMCMCWarning,
     SubsampleSizeWarning,
 )
@@ -159,6 +160,7 @@ def test_find_batch_size_warnings_no_size_halves_the_time(inputs, noise_variance
 def test_find_batch_size_warnings_many_steps_recommend_all_rows(inputs):
     """A draw takes 484 steps of 100 rows and a control variate, or ten of all 2,000."""
     (warning,) = get_batch_size_warnings(inputs, 12.0, size=2_000)
+    assert "use NUTS, since" in warning.message
     assert warning.category is SubsampleSizeWarning
     assert "takes 484 steps" in warning.message
     assert read_remedy(warning) == (2_000, True, 10)
@@ -223,6 +225,7 @@ def test_find_noise_warnings_sd_target_out_of_reach_recommends_batch_size(inputs
     assert "SDs are predicted to be 73% too wide" in str(warning.message)
     batch_size, is_whole, num_steps = read_remedy(warning)
     assert not is_whole
+    assert "NUTS" not in warning.message
     # Variance inflation of underdamped dynamics: V h / (2 friction).
     assert 1_000.0 * 100 / batch_size * (3.0 / num_steps) / 3.0 <= 0.05
 
@@ -332,8 +335,10 @@ def test_warm_up_recommended_batch_size_serves():
     assert "gradient_estimator='auto'" in str(warning.message)
     batch_size, _, num_steps = read_remedy(warning)
     adaptation, caught = warm_up(Y, batch_size, **options)
-    assert not [w for w in caught if issubclass(w.category, GradientNoiseWarning)]
+    assert [w.category for w in caught] == [PlateWarning]
     assert adaptation.num_steps == num_steps
+    # Both recommend the same: no warning asks for all rows, and the next for fewer.
+    assert all("use NUTS" in str(w.message) for w in (warning, *caught))
 
 
 def test_warm_up_sorted_data_uses_shuffled_minibatches():
