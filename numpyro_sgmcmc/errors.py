@@ -1,7 +1,7 @@
 """Errors and warnings of this package, and the checks of arguments that every layer uses.
 
 Every message states the problem in at most 120 characters, then ``Fix:`` and what to do, then the
-address of its entry on the troubleshooting page.
+section of the troubleshooting page that explains it, if there is one.
 """
 
 from __future__ import annotations
@@ -19,6 +19,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import numpyro
+
+from numpyro_sgmcmc.troubleshooting import get_section
 
 __all__ = [
     "CheckpointError",
@@ -52,12 +54,12 @@ __all__ = [
 # Characters of a value's repr in a message; a problem has at most 120.
 _MAX_VALUE_LENGTH = 60
 
-TROUBLESHOOTING_PAGE = "docs/troubleshooting.md"
-
 
 def format_message(problem: str, fix: str, entry: str) -> str:
-    """Return a message."""
-    return f"{problem} Fix: {fix} See {TROUBLESHOOTING_PAGE}#{entry}"
+    """Return a message that ends with the section of the documentation on it, if there is one."""
+    section = get_section(entry)
+    see = "" if section is None else f' See "{section}" in the documentation (Troubleshooting).'
+    return f"{problem} Fix: {fix}{see}"
 
 
 class ExplainedError(Exception):

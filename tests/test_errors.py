@@ -23,12 +23,19 @@ EACH_ERROR = [
 
 @pytest.mark.parametrize(("error_class", "builtin"), EACH_ERROR)
 def test_error_is_a_builtin_error_with_problem_fix_and_entry(error_class, builtin):
-    error = error_class("`x` is wrong.", "use `y`.", "wrong-x")
+    error = error_class("`x` is wrong.", "use `y`.", "sorted-data")
     assert isinstance(error, builtin)
-    assert str(error) == "`x` is wrong. Fix: use `y`. See docs/troubleshooting.md#wrong-x"
+    section = 'See "The run is slow" in the documentation (Troubleshooting).'
+    assert str(error) == f"`x` is wrong. Fix: use `y`. {section}"
     assert errors.summarise_error(error) == "`x` is wrong"
     assert errors.summarise_error(pickle.loads(pickle.dumps(error))) == "`x` is wrong"
     assert str(pickle.loads(pickle.dumps(error))) == str(error)
+
+
+def test_error_that_needs_no_explanation_names_no_section():
+    assert str(errors.InvalidArgumentError("`x` is wrong.", "use `y`.", "choice")) == (
+        "`x` is wrong. Fix: use `y`."
+    )
 
 
 @pytest.mark.parametrize(

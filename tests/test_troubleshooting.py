@@ -5,6 +5,7 @@ from collections import defaultdict
 
 import pytest
 
+from numpyro_sgmcmc import troubleshooting
 from tests.message_catalog import (
     CATALOG,
     ROOT,
@@ -16,6 +17,7 @@ from tests.message_catalog import (
 PAGE = ROOT / "docs" / "troubleshooting.md"
 MAX_PROBLEM_LENGTH = 120
 NUM_DISTINCT_WORDS = 5
+UNEXPLAINED = "Messages whose fix needs no explanation"
 
 pytestmark = pytest.mark.skipif(not PAGE.exists(), reason="there is no troubleshooting page")
 
@@ -65,6 +67,20 @@ def test_entries_of_messages_are_those_of_the_page(messages):
     entries = {entry for m in messages for entry in m.entries}
     labels = re.findall(r"^\(([a-z0-9-]+)\)=$", PAGE.read_text(), re.MULTILINE)
     assert sorted(labels) == sorted(entries)
+
+
+def test_sections_that_messages_name_are_those_of_the_page():
+    """The site's search finds a section by its title."""
+    section_by_label, labels = {}, []
+    for line in PAGE.read_text().splitlines():
+        if label := re.fullmatch(r"\(([a-z0-9-]+)\)=", line):
+            labels.append(label[1])
+        elif title := re.fullmatch(r"### (.+)", line):
+            section_by_label |= dict.fromkeys(labels, title[1].replace("`", ""))
+            labels = []
+    assert UNEXPLAINED in section_by_label.values()
+    explained = {k: v for k, v in section_by_label.items() if v != UNEXPLAINED}
+    assert explained == troubleshooting._SECTION_BY_ENTRY
 
 
 def test_warnings_begin_with_different_words(messages):
