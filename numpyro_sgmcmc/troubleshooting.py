@@ -14,7 +14,9 @@ _ENTRIES_BY_SECTION = {
         "no-finite-initial-position init-params-not-finite init-strategy init-params "
         "potential-fn-init-params localised"
     ),
-    "Gradient noise biases SDs or means": "gradient-noise-sds gradient-noise-means",
+    "Gradient noise biases SDs or means": (
+        "gradient-noise-sds gradient-noise-means"  # vocabulary: ok
+    ),
     "The discretisation error biases means": "discretisation-means discretisation-step-size",
     "The run is slow": (
         "long-draws slow-subsample-size suggest-subsample-size slow-gradients sorted-data"

@@ -207,10 +207,11 @@ SUMS = {
 @pytest.mark.parametrize("name", SUMS)
 def test_make_model_potential_sum_over_minibatch_inside_its_plate_raises(name):
     statement, dim = SUMS[name]
-    with pytest.raises(InvalidModelError, match=r"'ll'.*plate 'rows'.*scalar-in-plate"):
+    with pytest.raises(InvalidModelError, match=r"'ll'.*plate 'rows'") as caught:
         make_model_potential(
             scalar_model(statement, dim), Arguments((), {"batch_size": 5}), init_to_uniform
         )
+    assert caught.value.entry == "scalar-in-plate"
 
 
 NO_SUMS = {
@@ -238,5 +239,6 @@ def test_make_model_potential_event_over_minibatch_raises():
             mean = a * jnp.ones(len(i))
             numpyro.sample("y", dist.MultivariateNormal(mean, jnp.eye(len(i))), obs=i / 40)
 
-    with pytest.raises(InvalidModelError, match=r"'y'.*plate 'rows'.*rows-in-event"):
+    with pytest.raises(InvalidModelError, match=r"'y'.*plate 'rows'") as caught:
         make_model_potential(model, Arguments((), {"batch_size": 5}), init_to_uniform)
+    assert caught.value.entry == "rows-in-event"
