@@ -13,7 +13,7 @@ from numpyro.infer import MCMC
 from scipy.optimize import minimize
 
 from numpyro_sgmcmc import SGHMCSplit, suggest_subsample_size
-from numpyro_sgmcmc.adaptation import hierarchical_fit
+from numpyro_sgmcmc.adaptation import hierarchical_fit, pilot
 from numpyro_sgmcmc.adaptation.effect_factors import (
     factorize_inverse_blocks,
     make_symmetric_factors,
@@ -145,6 +145,25 @@ def test_fit_is_exact_where_many_groups_have_normal_effects(make_rows, num_group
     assert fit.is_exact == is_exact
 
 
+def test_fit_is_not_exact_where_newtons_method_has_not_converged(monkeypatch):
+    monkeypatch.setattr(hierarchical_fit, "_MAX_LAST_NEWTON_STEP_SD", 0.0)
+    group, y = make_data(num_groups=3_000)
+    inputs = make_inputs(make_model(num_groups=3_000), (group, y), 100)
+    layout = find_block_arrow_layout(inputs.potential, inputs.arguments)
+    fit = fit_hierarchy_from_each(inputs, layout, [np.zeros(inputs.potential.dim)])
+    assert not fit.is_exact
+
+
+def test_pilot_chains_that_were_lost_do_not_keep_a_fit(monkeypatch):
+    inputs = make_inputs(make_model(), make_data(), 100)
+    layout = find_block_arrow_layout(inputs.potential, inputs.arguments)
+    fit = fit_hierarchy_from_each(inputs, layout, [np.zeros(inputs.potential.dim)]).coordinates
+    inputs = replace(inputs, budget=inputs.budget.for_hierarchy())
+    monkeypatch.setattr(pilot, "_find_surviving_chains", lambda *args: np.zeros(8, bool))
+    start = replace(init_standard_pilot(inputs, fit), keeps_fit=True)
+    assert not run_pilot_windows(inputs, start, [100]).keeps_fit
+
+
 @pytest.mark.parametrize("has_wrong_covariance", [False, True])
 def test_pilot_chains_keep_an_exact_fit(has_wrong_covariance):
     """Their bias is no reason for other coordinates; another covariance is."""
@@ -159,11 +178,11 @@ def test_pilot_chains_keep_an_exact_fit(has_wrong_covariance):
     # The center is two posterior SDs off, as the means of biased chains may be from a correct one.
     fit = recenter_block_arrow(inputs, fit, np.full(layout.num_shared, 2.0), np.eye(2))
     inputs = replace(inputs, budget=inputs.budget.for_hierarchy())
-    pilot = replace(init_standard_pilot(inputs, fit), keeps_fit=True)
-    pilot = run_pilot_windows(inputs, pilot, [400])
-    is_kept = pilot.preconditioner is fit
+    start = replace(init_standard_pilot(inputs, fit), keeps_fit=True)
+    end = run_pilot_windows(inputs, start, [400])
+    is_kept = end.preconditioner is fit
     assert is_kept != has_wrong_covariance
-    assert pilot.keeps_fit == is_kept
+    assert end.keeps_fit == is_kept
 
 
 def test_fit_of_many_effects_is_near_the_marginal_mode():
