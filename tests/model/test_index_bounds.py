@@ -129,7 +129,7 @@ ACCEPTED = {
     "quotient": (make_model(lambda e, g, k: e[k // 2], (2,)), GROUP),
     "remainder": (make_model(lambda e, g, k: e[(g + k) % GROUPS]), MISSING),
     "interval": (
-        make_model(lambda e, g, k: e[jnp.searchsorted(jnp.array([0.5, 1.5]), g)]),
+        make_model(lambda e, g, k: e[jnp.searchsorted(jnp.array([1.5, 2.5]), g)]),
         FROM_ONE,
     ),
     "binary": (make_model(lambda e, g, k: e[(g > 0).astype(int)], (2,)), MISSING),
