@@ -290,7 +290,7 @@ def main() -> None:
     parser.add_argument("--rows", type=int, default=100_000)
     given = parser.parse_args()
     posterior = find_posterior(*make_data(given.rows))
-    print_header(f"Beside a tuner, {given.rows:,} rows")
+    print_header(f"Comparison with a tuner, {given.rows:,} rows")
     print_row(COLUMNS, COLUMNS.values())
     show("reference", None, (0.0, 0.0), posterior.draws, posterior)
     draws, budget = run_default(posterior.x, posterior.y)
