@@ -15,6 +15,16 @@ functions up to the products of different effects of a group; these nearly cance
 (:func:`.balance_signs`). BFGS finds the zero of M, and its inverse Hessian is the covariance of the
 shared parameters.
 
+Effects are normal given the shared parameters where the gradient is linear in them, as with
+Gaussian rows. The Hessian of the marginal is then exactly
+
+.. math:: E[C] - \sum_g E[B_g]^\top D_g^{-1} E[B_g]
+   - \tfrac12 \sum_g \mathrm{tr}(D_g^{-1}\, \partial_i D_g\, D_g^{-1}\, \partial_j D_g)
+
+where half the difference of the strips at the two points, :math:`\partial_i D_g D_g^{-1/2}\xi_g`,
+has the traces as mean products. Newton's method then takes the place of BFGS, and few products
+determine the strips (:mod:`.shared_coloring`).
+
 With one grouping and at most 50 shared parameters, one to three Newton steps follow. The Hessian,
 the inverse of the shared parameters' covariance, has differences of M along each of them. The
 expectation has at least as many sign vectors as effects per group, in which the products of
@@ -30,8 +40,8 @@ Where the model multiplies effects by their scale, the fit is by the products
 (:mod:`.effect_centering`), and the chains' coordinates are partially centred. Their fractions are
 found anew at each center. Effects that a matrix multiplies are fully centred.
 
-An iteration takes 2k + 4 gradients over the data with k effects per group, whatever the number of
-groups; 10 to 30 iterations are usual.
+An iteration takes 2k + 4 gradients over the data with k effects per group, and about k + 10 where
+the effects are normal, whatever the number of groups; 10 to 30 iterations are usual.
 """
 
 from __future__ import annotations
@@ -44,6 +54,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from numpyro_sgmcmc.adaptation.block_differences import add_differences, add_needed_differences
+from numpyro_sgmcmc.adaptation.budget import HIGH_DIM
 from numpyro_sgmcmc.adaptation.effect_centering import (
     ScaledEffects,
     find_centering,
@@ -60,6 +71,7 @@ from numpyro_sgmcmc.adaptation.effect_factors import (
     make_symmetric_factors,
 )
 from numpyro_sgmcmc.adaptation.settings import WarmupInputs
+from numpyro_sgmcmc.adaptation.shared_coloring import SharedColoring
 from numpyro_sgmcmc.model.block_arrow import (
     BlockArrowFactor,
     BlockArrowLayout,
@@ -142,6 +154,17 @@ class HierarchyFit(NamedTuple):
     is_exact: bool
 
 
+class UnrefinedFit(NamedTuple):
+    """A fit before Newton steps of the marginal with differences along the shared parameters.
+
+    - **coordinates** - coordinates about its mean.
+    - **coloring** - of the shared parameters, if effects are normal given these, else None.
+    """
+
+    coordinates: Preconditioner
+    coloring: SharedColoring | None
+
+
 @dataclass(frozen=True)
 class _Conditional:
     """Effects fitted given the shared parameters.
@@ -150,12 +173,14 @@ class _Conditional:
     - **factors** - F with F F^T the covariances of the effects, shape ``(k, k, G)``.
     - **deviation** - of the effects from their means at one of two points, shape ``(k, G)``.
     - **gradient** - its expectation over the effects, shape ``(d,)``.
+    - **blocks** - D, if the effects are normal given the shared parameters, else None.
     """
 
     position: np.ndarray
     factors: np.ndarray
     deviation: np.ndarray
     gradient: np.ndarray
+    blocks: np.ndarray | None = None
 
 
 @dataclass(frozen=True)
@@ -168,6 +193,7 @@ class _Linearisation:
     factors: np.ndarray  # as in `_Conditional`
     correlation: EffectCorrelation | None  # of effects of several groupings
     scaled: ScaledEffects | None  # where the position has products with scales for the effects
+    coloring: SharedColoring  # of the shared parameters
     # whether groups deviate with the group that they belong to; independently where the start is
     # far from the mode, because a scale that is too large makes joint deviations far too large
     is_joint: bool
@@ -203,40 +229,21 @@ def fit_hierarchy_from_each(
     """
     remaining = iter(positions)
     # Fits are compared without the refinement, which moves many groups' scales by several SDs.
-    unrefined = first = _fit_first(inputs, layout, remaining, has_effects)
-    is_exact = False
+    unrefined = _fit_first(inputs, layout, remaining, has_effects)
+    first, is_exact = unrefined.coordinates, False
     if not first.reference_hessian.pairs and layout.num_shared <= _MAX_TREND_SHARED:
-        first, is_converged = _refine_shared(inputs, layout, first)
-        is_nearly_normal = layout.num_groups >= _MIN_GROUPS_OF_ONE_SIDE
-        if is_converged and is_nearly_normal and len(layout.groupings) == 1:
-            is_exact = _has_normal_effects(inputs, first)
+        first, is_exact = _refine_shared(inputs, layout, unrefined)
     first = add_needed_differences(inputs, first)
     start_compilation(first)
     for position in remaining:
+        known = unrefined.coordinates
         try:
-            conditional, _ = _fit_marginal(inputs, layout, position, has_effects, unrefined)
+            conditional, _ = _fit_marginal(inputs, layout, position, has_effects, known)
         except HierarchyFitError:
             continue
-        if _compute_distance(layout, unrefined, conditional.position) > _MAX_FIT_DISTANCE_SD:
+        if _compute_distance(layout, known, conditional.position) > _MAX_FIT_DISTANCE_SD:
             raise HierarchyFitError("fits from different initial positions differ")
     return HierarchyFit(first, is_exact)
-
-
-def _has_normal_effects(inputs: WarmupInputs, fit: Preconditioner) -> bool:
-    """Return whether effects are normal given the shared parameters, as with Gaussian rows.
-
-    The gradient is then linear in the effects: in their coordinates it is compared at the center
-    and at two antithetic points.
-    """
-    layout = fit.factor.layout
-    signs = balance_signs(fit.factor.effect_factors)
-    effects = np.stack([np.zeros_like(signs), signs, -signs])
-    q = layout.merge(effects, np.zeros((len(effects), layout.num_shared)))
-    gradients = inputs.batched_gradients.large_pass_gradients(fit.to_position(q))
-    gradients = fit.gradient_to_expansion(fit.to_expansion(q), gradients)
-    center, *points = layout.split(fit.pull_back_expansion(q, gradients))[0]
-    mean_square = np.square(np.mean(points, 0) - center).mean(1)
-    return bool(np.max(mean_square) < _MAX_NONLINEARITY_SD**2)
 
 
 def _fit_first(
@@ -244,7 +251,7 @@ def _fit_first(
     layout: BlockArrowLayout,
     positions: Iterator[np.ndarray],
     has_effects: bool,
-) -> Preconditioner:
+) -> UnrefinedFit:
     """Return the first fit that succeeds, and leave the remaining positions in the iterator.
 
     Where none does, because scales or correlations are extreme there, a further fit starts at the
@@ -269,8 +276,8 @@ def _fit_first(
 
 def fit_hierarchy(
     inputs: WarmupInputs, layout: BlockArrowLayout, position: np.ndarray, has_effects: bool = False
-) -> Preconditioner:
-    """Return the coordinates of a fit from an initial position, with the Hessian at its mean.
+) -> UnrefinedFit:
+    """Return a fit from an initial position, with the Hessian at its mean.
 
     :param has_effects: whether the fit starts at the position's effects, and not at zero.
     :raises HierarchyFitError: where the Hessian is no block-arrow matrix, and where the fit does
@@ -386,15 +393,13 @@ def _find_mode(
         bound = 2.0 * bound if ratio < 1.0 and largest > bound else _INIT_STEP_BOUND
         distance += np.abs(step).max()
         gradient = following
-        if distance > _REFRESH_DISTANCE:
-            linearisation = _linearise(
-                inputs,
-                layout,
-                conditional.position,
-                linearisation.scaled,
-                linearisation.is_joint,
-            )
-            inverse_hessian, distance = linearisation.shared_covariance, 0.0
+        refreshed = _linearise_normal(inputs, layout, linearisation, conditional)
+        if refreshed is None and distance > _REFRESH_DISTANCE:
+            scaled, is_joint = linearisation.scaled, linearisation.is_joint
+            refreshed = _linearise(inputs, layout, conditional.position, scaled, is_joint)
+        if refreshed is not None:
+            linearisation, distance = refreshed, 0.0
+            inverse_hessian = linearisation.shared_covariance
             gradient = linearisation.compute_marginal_gradient(layout, conditional.gradient)
         decrement = _compute_decrement(inverse_hessian, gradient)
         is_converged = decrement < _CONVERGED_DECREMENT and not are_distant
@@ -473,7 +478,7 @@ def _build_preconditioner(
     layout: BlockArrowLayout,
     conditional: _Conditional,
     shared_covariance: np.ndarray,
-) -> Preconditioner:
+) -> UnrefinedFit:
     """Return the coordinates of a fit that has converged."""
     gradient, hessian = evaluate_block_arrow(inputs, layout, conditional.position)
     factors, pairs = conditional.factors, hessian.pairs
@@ -510,7 +515,8 @@ def _build_preconditioner(
     preconditioner = Preconditioner(conditional.position, factor, gradient, of_rows)
     if not preconditioner.is_finite():
         raise HierarchyFitError(_NOT_FINITE)
-    return preconditioner
+    is_normal = conditional.blocks is not None
+    return UnrefinedFit(preconditioner, SharedColoring.find(hessian) if is_normal else None)
 
 
 def recenter_block_arrow(
@@ -594,37 +600,45 @@ def _compute_coupling(
 
 
 def _refine_shared(
-    inputs: WarmupInputs, layout: BlockArrowLayout, preconditioner: Preconditioner
+    inputs: WarmupInputs, layout: BlockArrowLayout, fit: UnrefinedFit
 ) -> tuple[Preconditioner, bool]:
     """Return coordinates with a trend of the effects' SDs, and after Newton steps of the marginal.
 
-    Also return whether these have converged.
+    Also return whether these are more accurate than estimates from draws (:class:`HierarchyFit`).
 
     BFGS finds the curvature of many shared parameters slowly; here M and the effects' precisions
-    are differentiated along each of them.
+    are differentiated along each of them. Of many groups of normal effects the curvature is known,
+    and the precisions change by parameters of one color at a time.
     """
+    preconditioner = fit.coordinates
     factors, probes = preconditioner.factor.effect_factors, layout.make_probes(with_shared=False)
     no_effects = np.zeros(factors.shape[1:])
     signs = balance_signs(factors)
 
-    def evaluate(shared: np.ndarray, all_signs: Sequence[np.ndarray]) -> tuple:
-        """Return logarithms of the precisions of the effects' coordinates, and M."""
+    def evaluate(shared: np.ndarray, all_signs: Sequence[np.ndarray]) -> tuple[Any, Any]:
+        """Return the blocks, and M unless there are no signs."""
         x = preconditioner.to_expansion(layout.merge(no_effects, shared))
         position = preconditioner.center + preconditioner.expansion_to_displacement(x)
         _, (products,) = inputs.batched_gradients.large_pass_products(position[None], probes)
         blocks = layout.make_blocks(products)
-        inverse_factors = factorize_inverse_blocks(blocks)
-        deviations = np.stack([multiply_blocks(inverse_factors, x) for x in all_signs])
-        deviations = layout.merge(deviations, np.zeros((len(deviations), layout.num_shared)))
-        gradients = inputs.batched_gradients.large_pass_gradients(
-            position + np.concatenate([deviations, -deviations])
-        )
-        gradient = preconditioner.gradient_to_expansion(x, gradients.mean(0))
-        gradient = preconditioner.factor.apply_transpose(gradient)
+        marginal_gradient = None
+        if len(all_signs):
+            inverse_factors = factorize_inverse_blocks(blocks)
+            deviations = np.stack([multiply_blocks(inverse_factors, x) for x in all_signs])
+            deviations = layout.merge(deviations, np.zeros((len(deviations), layout.num_shared)))
+            gradients = inputs.batched_gradients.large_pass_gradients(
+                position + np.concatenate([deviations, -deviations])
+            )
+            gradient = preconditioner.gradient_to_expansion(x, gradients.mean(0))
+            gradient = preconditioner.factor.apply_transpose(gradient)
+            marginal_gradient = layout.split(gradient)[1]
         if preconditioner.centering is not None:
             blocks = preconditioner.centering.transform_blocks(layout.take_shared(x), blocks)
-        precisions = map_groups(_compute_precisions, blocks, factors)
-        return np.log(np.maximum(precisions, _MIN_PRECISION)), layout.split(gradient)[1]
+        return blocks, marginal_gradient
+
+    def compute_log_precisions(blocks: np.ndarray) -> np.ndarray:
+        """Return logarithms of the precisions of the effects' coordinates, shape ``(k, G)``."""
+        return _take_log(map_groups(_compute_precisions, blocks, factors))
 
     # Along each shared parameter alone, as far as the others given.
     shared_factor = preconditioner.factor.shared_factor
@@ -632,13 +646,20 @@ def _refine_shared(
     is_one_sided = layout.num_groups >= _MIN_GROUPS_OF_ONE_SIDE
     step_sd = _ONE_SIDED_STEP_SD if is_one_sided else _TREND_STEP_SD
     lengths = step_sd / np.linalg.norm(units, axis=1)
-    steps, changes, marginal_changes = lengths[:, None] * units, [], []
-    at_mode = evaluate(np.zeros(layout.num_shared), [signs]) if is_one_sided else None
-    for x in steps:
-        above, below = evaluate(x, [signs]), at_mode or evaluate(-x, [signs])
-        changes.append(above[0] - below[0])
-        marginal_changes.append(above[1] - below[1])
-    num_sides = 1 if is_one_sided else 2
+    steps, num_sides = lengths[:, None] * units, 1 if is_one_sided else 2
+    changes, curvature = [], np.eye(layout.num_shared)
+    if is_one_sided and fit.coloring is not None and preconditioner.centering is None:
+        changes = _measure_changes_by_color(
+            fit.coloring, factors, steps, lambda x: evaluate(x, ())[0]
+        )
+    else:
+        marginal_changes = []
+        at_mode = evaluate(np.zeros(layout.num_shared), [signs]) if is_one_sided else None
+        for x in steps:
+            above, below = evaluate(x, [signs]), at_mode or evaluate(-x, [signs])
+            changes.append(compute_log_precisions(above[0]) - compute_log_precisions(below[0]))
+            marginal_changes.append(above[1] - below[1])
+        curvature = np.linalg.solve(steps, np.stack(marginal_changes)) / num_sides
     trend = -np.stack(changes) / (2.0 * num_sides * lengths[:, None, None])
     # What the effects' precisions add to the curvature along a shared coordinate.
     squares = shared_factor.T @ np.tensordot(trend, trend, ((1, 2), (1, 2))) @ shared_factor
@@ -649,7 +670,6 @@ def _refine_shared(
         strips = SharedStrips.from_dense(np.where(is_kept[:, :, None], trend, 0.0))
         factor = replace(preconditioner.factor, sd_trend=strips)
         preconditioner = preconditioner._replace(factor=factor)
-    curvature = np.linalg.solve(steps, np.stack(marginal_changes)) / num_sides
     if not np.isfinite(curvature).all():
         raise HierarchyFitError(_NOT_FINITE)
     eigenvalues, vectors = np.linalg.eigh((curvature + curvature.T) / 2.0)
@@ -665,7 +685,38 @@ def _refine_shared(
     refined = recenter_block_arrow(inputs, preconditioner, position, scale)
     if refined is None:
         raise HierarchyFitError(_NOT_FINITE)
-    return refined, is_converged
+    return refined, is_converged and is_one_sided and fit.coloring is not None
+
+
+def _measure_changes_by_color(
+    coloring: SharedColoring,
+    factors: np.ndarray,
+    steps: np.ndarray,
+    compute_blocks: Callable[[np.ndarray], np.ndarray],
+) -> list[np.ndarray]:
+    """Return changes of logarithms of the effects' precisions along each shared parameter.
+
+    Effects are normal given the shared parameters: a parameter changes the entries of the blocks
+    that belong to the effects with which it couples.
+
+    :param steps: along each shared parameter alone, in shared coordinates, shape ``(s, s)``.
+    :param compute_blocks: maps shared coordinates to the blocks.
+    """
+    at_mode = compute_blocks(np.zeros(len(steps)))
+    precisions = map_groups(_compute_precisions, at_mode, factors)
+    changes = [np.zeros_like(precisions) for _ in steps]
+    for color, step in enumerate(coloring.sum_by_color(steps)):
+        change = compute_blocks(step) - at_mode
+        for j in np.flatnonzero(coloring.colors == color):
+            effects = np.flatnonzero(coloring.is_coupled[j])
+            part = change[np.ix_(effects, effects)]
+            part = map_groups(_compute_precisions, part, factors[effects])
+            changes[j] = _take_log(precisions + part) - _take_log(precisions)
+    return changes
+
+
+def _take_log(precisions: np.ndarray) -> np.ndarray:
+    return np.log(np.maximum(precisions, _MIN_PRECISION))
 
 
 def _compute_precisions(blocks: np.ndarray, factors: np.ndarray) -> np.ndarray:
@@ -696,19 +747,87 @@ def _linearise(
         raise HierarchyFitError("effects of different groups are coupled")
     factors = factorize_inverse_blocks(hessian.blocks)
     correlation = EffectCorrelation.create(hessian.pairs, factors)
-    schur, units = hessian.corner.copy(), np.eye(layout.num_shared)
+    marginal = hessian.corner - _sum_couplings(layout, hessian.strips, factors, correlation)
+    covariance = _invert_marginal_hessian(inputs, marginal, hessian.corner)
+    coloring = SharedColoring.find(hessian)
+    return _Linearisation(
+        gradient, hessian, covariance, factors, correlation, scaled, coloring, is_joint
+    )
+
+
+def _linearise_normal(
+    inputs: WarmupInputs,
+    layout: BlockArrowLayout,
+    previous: _Linearisation,
+    conditional: _Conditional,
+) -> _Linearisation | None:
+    """Return the linearisation of effects that are normal, with the Hessian of the marginal.
+
+    :return: None where effects are not normal, and where shared parameters couple that did not in
+        the previous linearisation.
+    """
+    if conditional.blocks is None:
+        return None
+    coloring, factors = previous.coloring, conditional.factors
+    hessian = replace(previous.hessian, blocks=conditional.blocks)
+    vector = _draw_scaled_vector(hessian)
+    directions = np.concatenate([coloring.make_probes(), vector[None]])
+    # Few directions in high dimension are worth a separate compilation.
+    per_call = len(directions) if layout.dim > HIGH_DIM else layout.num_effect_probes
+    deviation = layout.merge(conditional.deviation, np.zeros(layout.num_shared))
+    hessians = []
+    for point in (conditional.position + deviation, conditional.position - deviation):
+        _, (products,) = _sum_products(inputs, point[None], directions, previous.scaled, per_call)
+        strips, corner = coloring.recover(products[:-1])
+        hessians.append(replace(hessian, strips=strips, corner=corner))
+        if not _is_product(hessians[-1], vector, products[-1]):
+            return None
+    above, below = hessians
+    strips = replace(above.strips, values=(above.strips.values + below.strips.values) / 2.0)
+    changes = replace(above.strips, values=(above.strips.values - below.strips.values) / 2.0)
+    corner = (above.corner + below.corner) / 2.0
+    marginal = corner - strips.sum_squares(factors) - changes.sum_squares(factors) / 2.0
+    return replace(
+        previous,
+        gradient=conditional.gradient,
+        hessian=replace(hessian, strips=strips, corner=corner),
+        shared_covariance=_invert_marginal_hessian(inputs, marginal, corner),
+        factors=factors,
+    )
+
+
+def _sum_couplings(
+    layout: BlockArrowLayout,
+    strips: SharedStrips,
+    factors: np.ndarray,
+    correlation: EffectCorrelation | None,
+) -> np.ndarray:
+    """Return the sum of ``B^T D^{-1} B`` over groups, shape ``(s, s)``."""
+    if correlation is None:
+        return strips.sum_squares(factors)
+    units = np.eye(layout.num_shared)
+    sums = np.empty_like(units)
     for j in range(0, layout.num_shared, _COLUMNS_PER_PRODUCT):
         columns = slice(j, j + _COLUMNS_PER_PRODUCT)
-        coupling = apply_covariance(factors, hessian.strips.multiply(units[columns]), correlation)
-        schur[columns] -= hessian.strips.sum_over_groups(coupling)
-    scale = 1.0 / np.sqrt(np.maximum(np.abs(np.diagonal(hessian.corner)), np.finfo(float).tiny))
-    # Newton steps by absolute eigenvalues descend where the marginal is concave.
-    has_local = bool(inputs.potential.local_names)
-    floor = _MIN_TIGHT_EIGENVALUE if has_local else _MIN_SCALED_EIGENVALUE
-    eigenvalues, vectors = np.linalg.eigh(schur * np.outer(scale, scale))
+        coupling = apply_covariance(factors, strips.multiply(units[columns]), correlation)
+        sums[columns] = strips.sum_over_groups(coupling)
+    return sums
+
+
+def _invert_marginal_hessian(
+    inputs: WarmupInputs, hessian: np.ndarray, corner: np.ndarray
+) -> np.ndarray:
+    """Return the inverse of a Hessian of the marginal, with absolute eigenvalues.
+
+    Newton steps then descend where the marginal is concave.
+
+    :param corner: of the joint density's Hessian, whose diagonal gives the units.
+    """
+    scale = 1.0 / np.sqrt(np.maximum(np.abs(np.diagonal(corner)), np.finfo(float).tiny))
+    floor = _MIN_TIGHT_EIGENVALUE if inputs.potential.local_names else _MIN_SCALED_EIGENVALUE
+    eigenvalues, vectors = np.linalg.eigh(hessian * np.outer(scale, scale))
     eigenvalues = np.maximum(np.abs(eigenvalues), floor)
-    covariance = (vectors / eigenvalues) @ vectors.T * np.outer(scale, scale)
-    return _Linearisation(gradient, hessian, covariance, factors, correlation, scaled, is_joint)
+    return np.asarray((vectors / eigenvalues) @ vectors.T * np.outer(scale, scale))
 
 
 def apply_covariance(
@@ -726,17 +845,31 @@ def apply_covariance(
 
 def _is_block_arrow(inputs: WarmupInputs, hessian: BlockArrowMatrix, position: np.ndarray) -> bool:
     """Return whether the product of a random vector is that with the Hessian."""
-    layout = hessian.layout
-    diagonal = layout.merge(
-        np.moveaxis(np.diagonal(hessian.blocks), 1, 0), np.diagonal(hessian.corner)
-    )
-    scale = 1.0 / np.sqrt(np.maximum(np.abs(diagonal), np.finfo(float).tiny))
-    vector = scale * np.random.default_rng(1).standard_normal(position.size)
-    directions = np.tile(vector, (layout.num_effect_probes, 1))  # of a shape that is compiled
+    vector = _draw_scaled_vector(hessian)
+    # Directions of a shape that is compiled.
+    directions = np.tile(vector, (hessian.layout.num_effect_probes, 1))
     _, (products,) = inputs.batched_gradients.large_pass_products(position[None], directions)
+    return _is_product(hessian, vector, products[0])
+
+
+def _draw_scaled_vector(hessian: BlockArrowMatrix) -> np.ndarray:
+    scale = _compute_scale(hessian)
+    return scale * np.random.default_rng(1).standard_normal(scale.size)
+
+
+def _is_product(hessian: BlockArrowMatrix, vector: np.ndarray, product: np.ndarray) -> bool:
+    """Return whether a product is that of the Hessian with a vector."""
+    scale = _compute_scale(hessian)
     expected = scale * (hessian @ vector)
-    error = scale * products[0] - expected
-    return bool(np.linalg.norm(error) < _MAX_STRUCTURE_ERROR * np.linalg.norm(expected))
+    error = np.linalg.norm(scale * product - expected)
+    return bool(error < _MAX_STRUCTURE_ERROR * np.linalg.norm(expected))
+
+
+def _compute_scale(hessian: BlockArrowMatrix) -> np.ndarray:
+    """Return units in which the Hessian has a diagonal of ones, shape ``(d,)``."""
+    of_effects = np.moveaxis(np.diagonal(hessian.blocks), 1, 0)
+    diagonal = hessian.layout.merge(of_effects, np.diagonal(hessian.corner))
+    return np.asarray(1.0 / np.sqrt(np.maximum(np.abs(diagonal), np.finfo(float).tiny)))
 
 
 def _update_effects(
@@ -747,26 +880,38 @@ def _update_effects(
     signs: np.ndarray,
     bound: float,
 ) -> _Conditional:
-    """Take a Newton step of the effects given the shared parameters."""
-    probes = layout.make_probes(with_shared=False)
+    """Take a Newton step of the effects given the shared parameters.
 
-    def evaluate(position: np.ndarray, deviation: np.ndarray, directions: np.ndarray) -> Any:
-        """Return means over two antithetic points of gradient and products."""
-        deviations = layout.merge(deviation, np.zeros(layout.num_shared))
-        points = position + np.stack([deviations, -deviations])
-        results = _sum_products(inputs, points, directions, linearisation.scaled)
-        return (x.mean(0) for x in results)
+    Of one grouping, whether the effects are normal follows from the gradients at the mean and at
+    the two points about it.
+    """
+    probes, no_shared = layout.make_probes(with_shared=False), np.zeros(layout.num_shared)
 
-    gradient, products = evaluate(conditional.position, conditional.deviation, probes)
-    of_effects, of_shared = layout.split(gradient)
-    blocks = layout.make_blocks(products)
+    def evaluate(position: np.ndarray, offsets: Sequence[np.ndarray], directions: Any) -> Any:
+        """Return gradients and products where the effects deviate from a position."""
+        points = position + np.stack([layout.merge(x, no_shared) for x in offsets])
+        return _sum_products(inputs, points, directions, linearisation.scaled)
+
+    # The blocks do not depend on effects that are normal.
+    is_normal, deviation = conditional.blocks is not None, conditional.deviation
+    offsets = [np.zeros_like(deviation)] if is_normal else [deviation, -deviation]
+    gradients, products = evaluate(conditional.position, offsets, probes)
+    of_effects, _ = layout.split(gradients.mean(0))
+    blocks = layout.make_blocks(products.mean(0))
     factors = factorize_inverse_blocks(blocks)
     (step,) = -apply_covariance(factors, of_effects[None], linearisation.correlation)
-    shift = layout.merge(np.clip(step, -bound, bound), np.zeros_like(of_shared))
-    position = conditional.position + shift
+    position = conditional.position + layout.merge(np.clip(step, -bound, bound), no_shared)
     deviation = _choose_deviation(linearisation, factors, blocks, signs)
-    gradient, _ = evaluate(position, deviation, probes[:0])
-    return _Conditional(position, factors, deviation, gradient)
+    offsets = [deviation, -deviation]
+    if linearisation.hessian.pairs is not None:
+        gradients, _ = evaluate(position, offsets, probes[:0])
+        return _Conditional(position, factors, deviation, gradients.mean(0))
+    gradients, _ = evaluate(position, [*offsets, np.zeros_like(deviation)], probes[:0])
+    of_points, _ = layout.split(gradients)
+    nonlinear = multiply_blocks(factors, of_points[:2].mean(0) - of_points[2], transpose=True)
+    is_normal = bool(np.square(nonlinear).mean(1).max() < _MAX_NONLINEARITY_SD**2)
+    gradient = gradients[:2].mean(0)
+    return _Conditional(position, factors, deviation, gradient, blocks if is_normal else None)
 
 
 def _choose_deviation(

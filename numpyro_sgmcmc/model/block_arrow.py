@@ -353,13 +353,19 @@ class SharedStrips:
     @classmethod
     def from_dense(cls, strips: Any) -> SharedStrips:
         """Leave out the zeros of strips ``(s, k, G)``."""
-        is_zero = np.asarray((strips == 0.0).all(-1))
-        num = max(1, (~is_zero).sum(0).max(initial=0))
-        if num > min(_MAX_UNROLLED_EFFECTS, len(strips) - 1):
+        columns = cls.choose_columns(np.asarray((strips == 0.0).all(-1)))
+        if columns is None:
             return cls(strips, None, len(strips))
+        return cls(strips[np.array(columns), np.arange(strips.shape[1])], columns, len(strips))
+
+    @staticmethod
+    def choose_columns(is_zero: np.ndarray) -> tuple[tuple[int, ...], ...] | None:
+        """Return the columns of strips of which some entries are zero, shape ``(s, k)``."""
+        num = max(1, (~is_zero).sum(0).max(initial=0))
+        if num > min(_MAX_UNROLLED_EFFECTS, len(is_zero) - 1):
+            return None
         columns = np.argsort(is_zero, axis=0, kind="stable")[:num]
-        values = strips[columns, np.arange(strips.shape[1])]
-        return cls(values, tuple(map(tuple, columns.tolist())), len(strips))
+        return tuple(map(tuple, columns.tolist()))
 
     def multiply(self, shared: Any) -> Any:
         """Return each group's strip times the shared parameters, shape ``(..., k, G)``."""
@@ -380,6 +386,27 @@ class SharedStrips:
             sums = np.einsum("nkg,...kg->...nk", self.values, effects)
         one_hot = np.eye(self.num_shared, dtype=sums.dtype)[np.ravel(self.columns)]
         return sums.reshape(*sums.shape[:-2], len(one_hot)) @ one_hot
+
+    def sum_squares(self, factors: np.ndarray) -> np.ndarray:
+        """Return the sum over groups of ``B^T F F^T B``, shape ``(s, s)``.
+
+        :param factors: F, shape ``(k, k, G)``.
+        """
+
+        # By loops of NumPy: these threads would wait for the threads of BLAS.
+        def sum_all(factors: np.ndarray, values: np.ndarray) -> np.ndarray:
+            products = np.einsum("acg,sag->scg", factors, values)
+            return np.einsum("scg,tcg->st", products, products)[..., None]
+
+        def sum_stored(factors: np.ndarray, values: np.ndarray) -> np.ndarray:
+            covariances = np.einsum("acg,bcg->abg", factors, factors)
+            return np.einsum("nag,abg,mbg->namb", values, covariances, values)[..., None]
+
+        if self.columns is None:
+            return np.asarray(map_groups(sum_all, factors, self.values).sum(-1))
+        sums = map_groups(sum_stored, factors, self.values).sum(-1)
+        one_hot = np.eye(self.num_shared)[np.ravel(self.columns)]
+        return np.asarray(one_hot.T @ sums.reshape(len(one_hot), -1) @ one_hot)
 
 
 @partial(

@@ -34,6 +34,8 @@ from tests.adaptation.inputs import make_inputs
 GROUPS, ROWS_PER_GROUP = 200, 4
 USERS, ITEMS = 60, 40
 MAX_DISTANCE_SD, MAX_SD_ERROR = 0.05, 0.1
+# Four standard errors of a mean over 3,000 groups of products of two signed terms.
+MAX_NORMAL_COVARIANCE_ERROR = 0.1
 SIGNS = [(1, 1), (1, -1), (-1, 1), (-1, -1)]
 
 
@@ -91,7 +93,7 @@ def fit(model, args, batch_size=100):
     inputs = make_inputs(model, args, batch_size)
     layout = find_block_arrow_layout(inputs.potential, inputs.arguments)
     position = np.random.default_rng(0).uniform(-2, 2, inputs.potential.dim)
-    return layout, fit_hierarchy(inputs, layout, position)
+    return layout, fit_hierarchy(inputs, layout, position).coordinates
 
 
 @pytest.mark.parametrize("num_groups", [GROUPS, 3_000])
@@ -185,8 +187,8 @@ def test_pilot_chains_keep_an_exact_fit(has_wrong_covariance):
     assert end.keeps_fit == is_kept
 
 
-def test_fit_of_many_effects_is_near_the_marginal_mode():
-    num_effects, num_groups, num_rows = 6, 120, 960
+def make_many_effects(num_effects, num_groups, num_rows):
+    """Return warm-up inputs of a regression, and the marginal potential."""
 
     def model(group, x, y, batch_size=None):
         shape = [num_effects]
@@ -202,7 +204,26 @@ def test_fit_of_many_effects_is_near_the_marginal_mode():
     effect = 0.6 * rng.standard_normal((num_groups, num_effects))
     y = (effect[group] * x).sum(1) + rng.standard_normal(num_rows)
     args = (jnp.asarray(group), jnp.asarray(x, "f"), jnp.asarray(y, "f"))
-    inputs = make_inputs(model, args, 100)
+    by_group = np.argsort(group, kind="stable").reshape(num_groups, -1)
+    gram = np.einsum("gri,grj->gij", x[by_group], x[by_group])
+    linear = np.einsum("gri,gr->gi", x[by_group], y[by_group])
+
+    def potential(shared):
+        mean, log_scale = np.split(shared, 2)
+        precision = np.exp(-2.0 * log_scale)
+        right, matrices = linear + precision * mean, gram + np.diag(precision)
+        fitted = np.einsum("gi,gi->", right, np.linalg.solve(matrices, right[..., None])[..., 0])
+        quadratic = fitted - num_groups * precision @ mean**2
+        log_det = np.linalg.slogdet(matrices)[1].sum() + 2.0 * num_groups * log_scale.sum()
+        prior = mean @ mean / 8.0 + np.exp(2.0 * log_scale).sum() / 2.0 - log_scale.sum()
+        return (log_det - quadratic) / 2.0 + prior
+
+    return make_inputs(model, args, 100), potential
+
+
+def test_fit_of_many_effects_is_near_the_marginal_mode():
+    num_effects = 6
+    inputs, potential = make_many_effects(num_effects, num_groups=120, num_rows=960)
     layout = find_block_arrow_layout(inputs.potential, inputs.arguments)
     fit = fit_hierarchy_from_each(inputs, layout, [np.zeros(inputs.potential.dim)]).coordinates
     # An effect depends on its mean and its scale alone.
@@ -216,25 +237,33 @@ def test_fit_of_many_effects_is_near_the_marginal_mode():
     # Its SD changes with its scale.
     assert (np.array(fit.factor.sd_trend.columns) == num_effects + own).any(0).all()
 
-    gram = np.stack([x[group == g].T @ x[group == g] for g in range(num_groups)])
-    linear = np.stack([x[group == g].T @ y[group == g] for g in range(num_groups)])
-
-    def potential(shared):
-        mean, log_scale = np.split(shared, 2)
-        precision = np.exp(-2.0 * log_scale)
-        right, matrices = linear + precision * mean, gram + np.diag(precision)
-        fitted = np.einsum("gi,gi->", right, np.linalg.solve(matrices, right[..., None])[..., 0])
-        quadratic = fitted - num_groups * precision @ mean**2
-        log_det = np.linalg.slogdet(matrices)[1].sum() + 2.0 * num_groups * log_scale.sum()
-        prior = mean @ mean / 8.0 + np.exp(2.0 * log_scale).sum() / 2.0 - log_scale.sum()
-        return (log_det - quadratic) / 2.0 + prior
-
     mode, covariance = find_mode(potential, 2 * num_effects)
     sds = np.sqrt(np.diagonal(covariance))
     _, shared = layout.split(fit.center)
     assert np.abs((shared - mode) / sds).max() < MAX_DISTANCE_SD
     fitted_sds = np.linalg.norm(fit.factor.shared_factor, axis=1)
     np.testing.assert_allclose(fitted_sds, sds, rtol=MAX_SD_ERROR)
+
+
+def test_fit_of_normal_effects_has_the_hessian_of_the_marginal():
+    """It needs no differences along the shared parameters, which find the same."""
+    inputs, potential = make_many_effects(num_effects=3, num_groups=3_000, num_rows=12_000)
+    layout = find_block_arrow_layout(inputs.potential, inputs.arguments)
+    unrefined = fit_hierarchy(inputs, layout, np.zeros(inputs.potential.dim))
+    assert unrefined.coloring.num_colors == 2
+    _, covariance = find_mode(potential, 6)
+    factor = unrefined.coordinates.factor.shared_factor
+    # In units in which the exact covariance is one.
+    relative = np.linalg.solve(np.linalg.cholesky(covariance), factor)
+    np.testing.assert_allclose(relative @ relative.T, np.eye(6), atol=MAX_NORMAL_COVARIANCE_ERROR)
+    fit, is_exact = hierarchical_fit._refine_shared(inputs, layout, unrefined)
+    other, _ = hierarchical_fit._refine_shared(inputs, layout, unrefined._replace(coloring=None))
+    assert is_exact
+    distance = np.linalg.solve(factor, layout.take_shared(fit.center - other.center))
+    assert np.abs(distance).max() < MAX_DISTANCE_SD
+    trend, expected = fit.factor.sd_trend, other.factor.sd_trend
+    assert trend.columns == expected.columns
+    np.testing.assert_allclose(trend.values, expected.values, rtol=1e-3, atol=1e-4)
 
 
 def test_fit_finds_marginal_mode_where_joint_mode_has_scale_zero():
@@ -284,7 +313,8 @@ def test_fit_with_many_rows_per_group_converges_from_afar(is_centred):
     inputs = make_inputs(model, (jnp.asarray(group), jnp.asarray(y)), 500)
     layout = find_block_arrow_layout(inputs.potential, inputs.arguments)
     for _ in range(3):
-        fit = fit_hierarchy(inputs, layout, rng.uniform(-2, 2, inputs.potential.dim))
+        position = rng.uniform(-2, 2, inputs.potential.dim)
+        fit = fit_hierarchy(inputs, layout, position).coordinates
         mean, log_scale = layout.take_shared(fit.center)
         # Its error is that of the mean of the groups' effects, 0.4 / sqrt(40).
         assert abs(mean - 0.3 - effects.mean()) < 0.02
@@ -298,7 +328,8 @@ def test_fits_are_compared_without_the_refinement(monkeypatch):
 
     def move(inputs, layout, fit):
         identity = np.eye(layout.num_shared)
-        moved = recenter_block_arrow(inputs, fit, np.full(layout.num_shared, 5.0), identity)
+        shift = np.full(layout.num_shared, 5.0)
+        moved = recenter_block_arrow(inputs, fit.coordinates, shift, identity)
         return moved, True
 
     monkeypatch.setattr(hierarchical_fit, "_refine_shared", move)
