@@ -51,6 +51,7 @@ from numpyro_sgmcmc.model.potential import get_coordinate_names
 # Biases are estimated from a few positions, so that the largest of many is overestimated: a warning
 # is issued from this multiple of what is allowed, for means and for variances.
 _MIN_WARNED_MEAN_BIAS_RATIO, _MIN_WARNED_VARIANCE_INFLATION_RATIO = 2.0, 3.0
+_MIN_WARNED_NOISE_RATIO = 2.0  # for both, where noise is named as the cause
 # Shares that a recommendation must leave: of the time per effective draw, so that half is likely
 # although the time of a step is estimated, and of the step size.
 _MAX_ADVISED_TIME_RATIO, _MAX_ADVISED_STEP_SIZE_RATIO = 0.4, 2 / 3
@@ -343,16 +344,23 @@ def find_user_step_size_warnings(
         effects.append(f"bias means by up to {max_mean_bias:.2g} SD")
     if not effects:
         return
-    recommended = recommend_step_size(inputs, dynamics, choice, step.mean_bias)
-    remedies = [f"step_size={recommended:.2g}, or leave `step_size` out"]
+    remedies = []
     batch_size_factor = max(
         noise_variance_inflation / target, bias.by_noise.compute_max(step_size) / allowed_mean_bias
     )
-    if batch_size_factor > 2.0:  # otherwise it is not noise that makes them wrong
+    if batch_size_factor > _MIN_WARNED_NOISE_RATIO:  # otherwise it is not noise that biases them
         sizes = scale_batch_sizes(inputs.potential.plates, batch_size_factor)
         remedies.append(_describe_batch_sizes(inputs, sizes))
         if settings.estimator is not None and not settings.estimator.needs_reference:
             remedies.append("gradient_estimator='auto'")
+    recommended = recommend_step_size(inputs, dynamics, choice, step.mean_bias)
+    noise_variance_inflation = step.noise_stats.predict_variance_inflation(dynamics, recommended)
+    noise_ratio = max(
+        noise_variance_inflation / target, bias.by_noise.compute_max(recommended) / allowed_mean_bias
+    )
+    # It exceeds the target where a draw would take more than the largest number of steps.
+    if noise_ratio <= _MIN_WARNED_NOISE_RATIO or not remedies:
+        remedies.insert(0, f"step_size={recommended:.2g}, or leave `step_size` out")
     yield PendingWarning(
         f"step_size={step_size:.3g} is predicted to {' and '.join(effects)} "
         f"(target_sd_bias: {100 * target:.2g}%).",
