@@ -132,7 +132,7 @@ print(numpyro_sgmcmc.bias_report(mcmc, lambda draw, X: X @ draw["beta"], X_new))
 # report = bias_report(mcmc)
 print(report.is_ok, report.is_flagged, report.diagnosis)
 print(report.mean_bias.value, report.sd_inflation.error)  # one value per coordinate
-table = report.to_dataframe()  # one row per site; to_dataset() has one entry per coordinate
+table = report.to_dataframe()  # one row per site; to_dataset() has one per coordinate
 
 # -- numpyro_sgmcmc.diagnostics.SiteBias
 # report = bias_report(mcmc)

@@ -354,9 +354,9 @@ def find_user_step_size_warnings(
         if settings.estimator is not None and not settings.estimator.needs_reference:
             remedies.append("gradient_estimator='auto'")
     recommended = recommend_step_size(inputs, dynamics, choice, step.mean_bias)
-    noise_variance_inflation = step.noise_stats.predict_variance_inflation(dynamics, recommended)
     noise_ratio = max(
-        noise_variance_inflation / target, bias.by_noise.compute_max(recommended) / allowed_mean_bias
+        step.noise_stats.predict_variance_inflation(dynamics, recommended) / target,
+        bias.by_noise.compute_max(recommended) / allowed_mean_bias,
     )
     # It exceeds the target where a draw would take more than the largest number of steps.
     if noise_ratio <= _MIN_WARNED_NOISE_RATIO or not remedies:

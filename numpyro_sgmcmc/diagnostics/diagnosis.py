@@ -424,7 +424,7 @@ def _recommend_remedy(report: BiasReport, biased_sites: list[SiteBias]) -> str:
         fold = f"{float(f'{ratio:.1g}'):,.0f}-fold"
         otherwise = f"if that is all rows, use NUTS; or reduce step_size {fold}"
         if ratio * report.num_steps > MAX_NUM_STEPS:
-            otherwise = "or use NUTS"  # unless noise cancels over an epoch, draws take too many steps
+            otherwise = "or use NUTS"  # draws would take too many steps
         return (
             "Gradient noise explains it. Fix: leave out `step_size` and `gradient_estimator` if "
             f"you set them; else increase subsample_size {fold}; {otherwise}."
