@@ -63,6 +63,10 @@ _MIN_WARNED_R_HAT = 1.5  # of pilot chains: the run goes on from there and mostl
 _ACCEPTABLE_WARMUP_SECONDS = 120.0  # of fits and pilot chains, on a CPU
 
 
+# SD inflation beyond which a prediction has no meaning but that it is too large.
+_MAX_PRINTED_SD_INFLATION = 10.0
+
+
 class PendingWarning(NamedTuple):
     """A warning that has not been issued yet: arguments of :func:`.warn_user`."""
 
@@ -70,6 +74,14 @@ class PendingWarning(NamedTuple):
     category: type[SGMCMCWarning]
     fix: str
     entry: str
+
+
+def format_sd_inflation(variance_inflation: float, digits: int = 0) -> str:
+    """Return how much larger an SD is than that of the posterior, as a percentage."""
+    sd_inflation = math.sqrt(1.0 + max(variance_inflation, 0.0)) - 1.0
+    if not sd_inflation < _MAX_PRINTED_SD_INFLATION:
+        return f"more than {100 * _MAX_PRINTED_SD_INFLATION:,.0f}%"
+    return f"{100 * sd_inflation:.{digits}f}%"
 
 
 def issue_once(pending: Iterable[PendingWarning]) -> None:
@@ -162,9 +174,9 @@ def find_noise_warnings(
     is_biased = mean_bias > _MIN_WARNED_MEAN_BIAS_RATIO * settings.max_mean_bias
     if settings.step_size is None and potential.has_minibatches:
         if is_wide:
-            sd_inflation = math.sqrt(1.0 + step.variance_inflation) - 1.0
+            sd_inflation = format_sd_inflation(step.variance_inflation)
             yield PendingWarning(
-                f"Posterior SDs are predicted to be {100 * sd_inflation:.0f}% too wide by gradient "
+                f"Posterior SDs are predicted to be {sd_inflation} too wide by gradient "
                 f"noise (target_sd_bias: {100 * target:.2g}%).",
                 GradientNoiseWarning,
                 _describe_remedies(inputs, _find_fastest_draw(inputs, choice, step)),
@@ -279,10 +291,9 @@ def find_compensation_warnings(
     ratios = np.asarray(noise_covariance.eigenvalues) * fraction
     if not ratios.max() > 1.0:
         return
-    num_directions, sd_inflation = (ratios > 1.0).sum(), np.sqrt(ratios.max()) - 1.0
     yield PendingWarning(
-        f"Noise compensation is incomplete in {num_directions} of {len(ratios)} directions: SDs "
-        f"will be up to {100 * sd_inflation:.0f}% too wide.",
+        f"Noise compensation is incomplete in {(ratios > 1.0).sum()} of {len(ratios)} directions: "
+        f"SDs will be up to {format_sd_inflation(ratios.max() - 1.0)} too wide.",
         GradientNoiseWarning,
         f"use a step_size below {step_size:.3g} or a larger subsample_size.",
         "noise-compensation",

@@ -12,6 +12,7 @@ from numpyro.infer import MCMC
 
 from numpyro_sgmcmc.adaptation import Adaptation
 from numpyro_sgmcmc.adaptation.step_size import MAX_NUM_STEPS
+from numpyro_sgmcmc.adaptation.warnings import format_sd_inflation
 from numpyro_sgmcmc.diagnostics.diagnosis import format_r_hat
 from numpyro_sgmcmc.diagnostics.run_data import check_has_data
 from numpyro_sgmcmc.dynamics import UnderdampedLangevin
@@ -293,8 +294,8 @@ def _describe_predicted_bias(adaptation: Adaptation) -> str:
     trace = adaptation.trace
     if trace is None or not adaptation.has_dominant_mode:  # no prediction without a Gaussian bulk
         return ""
-    sd_inflation = 100.0 * (np.sqrt(1.0 + max(trace.variance_inflation, 0.0)) - 1.0)
-    text = f"By gradient noise, SDs at most {sd_inflation:.1f}% too large"
+    sd_inflation = format_sd_inflation(trace.variance_inflation, digits=1)
+    text = f"By gradient noise, SDs {sd_inflation} too large at worst"
     if trace.mean_bias > 0.0:
         text += f", means at most {trace.mean_bias:.2g} SD off"
     return f"{text}."

@@ -219,6 +219,11 @@ def test_warn_slow_gradients_of_a_loop_predicts_minutes():
         warn_slow_gradients(make_inputs(normal_mean, (Y,), 20), 10.0)
 
 
+def test_find_noise_warnings_absurd_prediction_is_a_bound(inputs):
+    (warning,) = get_warnings(inputs, 1e20, size=10**8)
+    assert "SDs are predicted to be more than 1,000% too wide" in warning.message
+
+
 def test_find_noise_warnings_sd_target_out_of_reach_recommends_batch_size(inputs):
     (warning,) = get_warnings(inputs, 1_000.0, size=10**8)
     assert warning.category is GradientNoiseWarning
