@@ -264,7 +264,7 @@ def check_choice(name: str, value: Any, choices: tuple[str, ...]) -> None:
     if not (isinstance(value, str) and value in choices):
         listed = ", ".join(repr(c) for c in choices)
         raise InvalidArgumentError(
-            f"`{name}` is {describe_value(value)}, which is not a choice.",
+            f"`{name}` is {describe_value(value)}, which is not a valid choice.",
             f"use one of {listed}." if len(choices) > 1 else f"use {listed}, the only choice.",
             "choice",
         )
@@ -308,7 +308,7 @@ def import_optional(module: str, caller: str, extra: str) -> Any:
     try:
         return importlib.import_module(module)
     except ImportError as error:
-        fix = f"pip install 'numpyro-sgmcmc[{extra}]'."
+        fix = f"run pip install 'numpyro-sgmcmc[{extra}]'."
         problem = f"{caller} needs {module}, which is not installed."
         raise ImportError(format_message(problem, fix, "missing-extra")) from error
 

@@ -172,7 +172,7 @@ def check_potential_fn_params(init_params: Any) -> None:
     leaves = jax.tree.leaves(init_params)
     if not sum(np.size(x) for x in leaves):
         raise InvalidArgumentError(
-            "`init_params` has no values, so that there is nothing to sample.",
+            "`init_params` has no values, so there is nothing to sample.",
             "pass an array, or a dict of arrays, with the initial values of one chain.",
             "init-params",
         )
@@ -180,7 +180,7 @@ def check_potential_fn_params(init_params: Any) -> None:
         if jnp.issubdtype(jnp.result_type(x), jnp.complexfloating):
             raise InvalidArgumentError(
                 f"`init_params` has the complex type {jnp.result_type(x)}.",
-                "pass real numbers; sample real and imaginary parts as two values.",
+                "pass the real and the imaginary part as two arrays of real numbers.",
                 "init-params",
             )
 
@@ -192,7 +192,7 @@ def _check_init_sites(
     if not isinstance(init_params, dict):
         raise InvalidArgumentError(
             f"`init_params` is of type {type(init_params).__name__}, which is not a dict.",
-            "pass a dict of unconstrained values by name of the latent site.",
+            "pass a dict from the names of latent sites to unconstrained values.",
             "init-params",
         )
     shapes = {s.name: s.shape for s in sites}
@@ -210,7 +210,7 @@ def _check_init_sites(
     for name, site_shape in shapes.items():
         value, shape = init_params[name], chain_shape + site_shape
         if np.shape(value) != shape:
-            stacked = "" if num_chains is None else f", one of shape {site_shape} per chain"
+            stacked = "" if num_chains is None else f", one value of shape {site_shape} per chain"
             raise InvalidArgumentError(
                 f"`init_params` of site '{name}' has shape {np.shape(value)}, not {shape}.",
                 f"pass unconstrained values of shape {shape}{stacked}.",

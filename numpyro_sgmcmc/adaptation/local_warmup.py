@@ -394,7 +394,7 @@ def _choose_num_local_steps(
             f"A draw takes {num_steps} steps, in which each local latent is updated "
             f"{num_steps / batches_per_epoch:.2g} times.",
             LocalLatentsWarning,
-            "use a larger subsample_size, or set `num_steps`.",
+            "use a larger subsample_size, or set a smaller `num_steps`.",
             "local-steps-per-draw",
         )
     return num_steps

@@ -138,8 +138,9 @@ def find_inconsistent_gradients(
             )
             message = format_message(
                 f"The gradient along {listed or 'the position'} leads out of the support{where}.",
-                "sample a parameter that bounds the data (`Uniform(0, theta)`) without gradients, "
-                "in a block of `numpyro.infer.Gibbs`, or use a distribution on a fixed support.",
+                "sample a parameter that bounds the data, such as theta of `Uniform(0, theta)`, in "
+                "a block of `numpyro.infer.Gibbs` that uses no gradients, or give the data a "
+                "distribution with a fixed support.",
                 "gradient-leaves-support",
             )
         elif hidden_change := _describe_hidden_change(lines, eps):
@@ -147,8 +148,8 @@ def find_inconsistent_gradients(
                 f"The gradient along {listed or 'the position'} misses changes of the log density: "
                 f"{hidden_change}.",
                 "write the model without rounding, comparisons (`where` on a parameter), indices "
-                "beyond an array's length, `stop_gradient` and wrong custom derivatives, or sample "
-                "the site without gradients in a block of `numpyro.infer.Gibbs`.",
+                "beyond an array's length, `stop_gradient` or wrong custom derivatives. Or sample "
+                "the site in a block of `numpyro.infer.Gibbs` that uses no gradients.",
                 "inconsistent-gradient",
             )
         else:
@@ -238,7 +239,7 @@ def _describe_hidden_change(lines: list[_Line], relative_precision: float) -> st
     change = HiddenChange(*np.sum(changes, 0))
     if not change.is_reported:
         return ""
-    return f"{change.total:.3g} nats, {change.by_slopes:.3g} by the gradient"
+    return f"{change.total:.3g} nats, but {change.by_slopes:.3g} nats according to the gradient"
 
 
 def estimate_rounding(second_differences: np.ndarray) -> float:
@@ -343,8 +344,8 @@ def find_nonadditive_plates(
             message = format_message(
                 f"The position of a row in the minibatch of plate '{plate.name}' changes its log "
                 "density.",
-                "index covariates by the plate's indices, as in `time[i]`; the number of a row is "
-                "`i`, not `arange(len(i))`.",
+                "index covariates by the plate's indices, as in `time[i]`, and take the number of "
+                "a row from `i`, not from `arange(len(i))`.",
                 "position-in-minibatch",
             )
         elif sites and any(
@@ -354,8 +355,8 @@ def find_nonadditive_plates(
             message = format_message(
                 f"The number of rows in a minibatch of plate '{plate.name}' changes the log "
                 f"density of each row at {listed}.",
-                "leave out `len(i)`, sums over rows and factors for the number of rows: the plate "
-                "scales the minibatch to all rows.",
+                "leave out `len(i)`, sums over rows and factors for the number of rows, because "
+                "the plate scales the minibatch to all rows.",
                 "minibatch-size-in-model",
             )
         else:

@@ -84,9 +84,9 @@ NON_IDENTIFIED_WARNING = ModelWarning(
     ModelWarningKind.NON_IDENTIFIED,
     format_message(
         "No dominant posterior mode was found (typical of neural-network weights).",
-        "judge predictions with numpyro_sgmcmc.diagnostics.predictive_summary and "
-        "bias_report(mcmc, fn, rows); R-hat of single weights is not meaningful. Chains sample "
-        "with minibatch gradients in coordinates scaled by the prior SDs.",
+        "judge predictions, by numpyro_sgmcmc.diagnostics.predictive_summary and bias_report(mcmc, "
+        "fn, rows). Do not judge R-hat of single weights, which is not meaningful. The chains use "
+        "minibatch gradients, in coordinates scaled by the prior SDs.",
         "non-identified",
     ),
 )
@@ -251,7 +251,7 @@ def describe_other_modes(
         difference = f"components of {rotated} rotated"
         fix = (
             "fix the rotation (a lower triangular matrix with a positive diagonal), or judge only "
-            "what it leaves the same, such as products and predictions."
+            "what rotations do not change, such as products and predictions."
         )
     elif permuted := list_sites(_Difference.PERMUTED):
         difference = f"components of {permuted} permuted"
@@ -263,10 +263,10 @@ def describe_other_modes(
         difference = f"other values of {list_sites(_Difference.OTHER) or 'the position'}"
         fix = "exclude modes by the prior, or choose one with `init_params`."
     kind = ModelWarningKind.MULTIMODAL
-    coverage = "Chains sample the main mode only; init_in_modes=True starts chains in each."
+    coverage = "Chains sample the main mode only; init_in_modes=True starts chains in each mode."
     if init_in_modes:
         kind = ModelWarningKind.MODES_VISITED
-        coverage = "Chains start in each mode; their share of the draws does not estimate its mass."
+        coverage = "A mode's share of the draws depends on where chains start, not on its mass."
     modes = f"{num} other mode{plural} with about {percent:.0f}% of the mass"
     message = format_message(
         f"The posterior has {'a continuum of modes' if rotated else modes}, {difference}.",

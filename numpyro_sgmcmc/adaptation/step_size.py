@@ -349,7 +349,8 @@ def limit_step_size_by_discretisation(
             # Simulated chains that do not move at all move no more in shorter steps.
             elif step_size < min_step_size or (sd_inflation == -1.0 and not is_exact):
                 raise InvalidArgumentError(
-                    "With these options of the kernel no step size samples a standard normal.",
+                    "With the options of this kernel, no step size samples a standard normal "
+                    "distribution correctly.",
                     "check that the diffusion is not zero, and that friction, mass and metric are "
                     "not extreme.",
                     "no-valid-step-size",

@@ -96,11 +96,11 @@ def issue_once(pending: Iterable[PendingWarning]) -> None:
 def warn_sorted_data(noise_variance_ratio: float) -> None:
     """Warn that minibatches are shuffled, since contiguous ones have so many times the noise."""
     warn_user(
-        "The data appear to be sorted: contiguous minibatches are "
-        f"{noise_variance_ratio:.1f} times as noisy as random ones.",
+        "The data appear to be sorted: contiguous minibatches have "
+        f"{noise_variance_ratio:.1f} times the gradient-noise variance of random ones.",
         DataOrderWarning,
         "shuffle the rows once: i = numpy.random.permutation(len(y)); X, y = X[i], y[i]. Until "
-        "then shuffled minibatches are used, which are slower.",
+        "then, the run uses shuffled minibatches, which are slower than contiguous ones.",
         "sorted-data",
     )
 
@@ -123,11 +123,11 @@ def warn_slow_gradients(
     if local_names := inputs.potential.local_names:
         fix = f"integrate the site '{local_names[0]}' out, or sample it by `gibbs_fn`"
     warn_user(
-        f"Adaptation may take {math.ceil(num_gradients * seconds / 60.0)} minutes: up to "
+        f"Adaptation may take {math.ceil(num_gradients * seconds / 60.0)} minutes, for up to "
         f"{num_gradients:,} gradients with {rows or 'all rows'}.",
         SubsampleSizeWarning,
-        f"{fix}; a gradient takes about {1e3 * seconds:.2g} ms. Move what does not depend on the "
-        "previous iteration out of loops (`scan`).",
+        f"{fix} (a gradient now takes about {1e3 * seconds:.2g} ms). Move computations that do "
+        "not depend on the previous iteration out of loops (`scan`).",
         "slow-gradients",
     )
 
@@ -138,8 +138,8 @@ def find_convergence_warnings(r_hat: float) -> Iterator[PendingWarning]:
         yield PendingWarning(
             f"The pilot chains of the warm-up had not converged (R-hat {r_hat:.2f}).",
             ConvergenceWarning,
-            "use informative priors for scales and correlations, or initial positions near the "
-            "posterior (`init_params`), and check R-hat in `bias_report` after the run.",
+            "check R-hat in `bias_report` after the run. If it is large, use informative priors "
+            "for scales and correlations, or `init_params` near the bulk of the posterior.",
             "pilot-convergence",
         )
 
@@ -176,7 +176,7 @@ def find_noise_warnings(
         if is_wide:
             sd_inflation = format_sd_inflation(step.variance_inflation)
             yield PendingWarning(
-                f"Posterior SDs are predicted to be {sd_inflation} too wide by gradient "
+                f"Posterior SDs are predicted to be {sd_inflation} too wide because of gradient "
                 f"noise (target_sd_bias: {100 * target:.2g}%).",
                 GradientNoiseWarning,
                 _describe_remedies(inputs, _find_fastest_draw(inputs, choice, step)),
@@ -202,8 +202,8 @@ def find_noise_warnings(
     is_dependent = not choice.subsampling.is_independent
     if is_dependent and is_thermostat_active(inputs, choice.noise_stats, step_size):
         yield PendingWarning(
-            f"subsampling={choice.subsampling.name!r} misleads the thermostat, since its noise "
-            "cancels over an epoch: SDs may be too narrow.",
+            f"With subsampling={choice.subsampling.name!r}, gradient noise cancels over an epoch, "
+            "which the thermostat does not expect: SDs may be too narrow.",
             GradientNoiseWarning,
             "use a larger subsample_size, or a kernel without a thermostat."
             if potential.local_latents is not None
@@ -236,10 +236,10 @@ def find_batch_size_warnings(
         sizes = " and ".join(f"{p.subsample_size} of '{p.name}'" for p in inputs.potential.plates)
         yield PendingWarning(
             f"With subsample_size {sizes}, a draw takes {present.num_steps} steps and about "
-            f"{present_seconds / best_seconds:.1f} times as long as with another size.",
+            f"{present_seconds / best_seconds:.1f} times as long as with the recommended size.",
             SubsampleSizeWarning,
-            f"{_describe_remedies(inputs, best)} `suggest_subsample_size` measures the time, which "
-            "is estimated here.",
+            f"{_describe_remedies(inputs, best)} These times are estimates. "
+            "`suggest_subsample_size` measures them.",
             "slow-subsample-size",
         )
 
@@ -261,7 +261,8 @@ def find_long_draw_warnings(
         remedies = _describe_remedies(inputs, _find_fastest_draw(inputs, choice, step))
         fix = f"{remedies[:-1]}; or {fix}"
     yield PendingWarning(
-        f"A draw takes {num_steps} steps: longer ones would bias the mean of '{site}' by {cause}.",
+        f"A draw takes {num_steps} steps, because longer steps would bias the mean of '{site}' by "
+        f"{cause}.",
         SubsampleSizeWarning,
         fix,
         "long-draws",
@@ -293,7 +294,7 @@ def find_compensation_warnings(
         return
     yield PendingWarning(
         f"Noise compensation is incomplete in {(ratios > 1.0).sum()} of {len(ratios)} directions: "
-        f"SDs will be up to {format_sd_inflation(ratios.max() - 1.0)} too wide.",
+        f"SDs will be up to {format_sd_inflation(ratios.max() - 1.0)} too wide there.",
         GradientNoiseWarning,
         f"use a step_size below {step_size:.3g} or a larger subsample_size.",
         "noise-compensation",
@@ -363,7 +364,7 @@ def find_user_step_size_warnings(
         sizes = scale_batch_sizes(inputs.potential.plates, batch_size_factor)
         remedies.append(_describe_batch_sizes(inputs, sizes))
         if settings.estimator is not None and not settings.estimator.needs_reference:
-            remedies.append("gradient_estimator='auto'")
+            remedies.append("use gradient_estimator='auto'")
     recommended = recommend_step_size(inputs, dynamics, choice, step.mean_bias)
     noise_ratio = max(
         step.noise_stats.predict_variance_inflation(dynamics, recommended) / target,
@@ -371,7 +372,7 @@ def find_user_step_size_warnings(
     )
     # It exceeds the target where a draw would take more than the largest number of steps.
     if noise_ratio <= _MIN_WARNED_NOISE_RATIO or not remedies:
-        remedies.insert(0, f"step_size={recommended:.2g}, or leave `step_size` out")
+        remedies.insert(0, f"use step_size={recommended:.2g}, or leave `step_size` out")
     yield PendingWarning(
         f"step_size={step_size:.3g} is predicted to {' and '.join(effects)} "
         f"(target_sd_bias: {100 * target:.2g}%).",
@@ -403,8 +404,8 @@ def _find_discretisation_warnings(
     is_underdamped = isinstance(inputs.settings.dynamics, UnderdampedLangevin)
     if is_underdamped and limit < _MAX_ADVISED_STEP_SIZE_RATIO * noise_limit:
         yield PendingWarning(
-            f"The step size is {limit:.2g} instead of {noise_limit:.2g}, since the discretisation "
-            "error would bias posterior means.",
+            f"The step size is {limit:.2g}, because the discretisation error of {noise_limit:.2g} "
+            "would bias posterior means.",
             DiscretisationWarning,
             fix,
             "discretisation-step-size",
@@ -417,14 +418,14 @@ def _describe_remedies(inputs: WarmupInputs, draw: DrawPrediction) -> str:
     sizes = _describe_batch_sizes(inputs, draw.batch_sizes)
     remedies = [f"{sizes} ({draw.num_steps} steps per draw)"]
     if settings.estimator is not None and not settings.estimator.needs_reference:
-        remedies.append("gradient_estimator='auto'")
+        remedies.append("use gradient_estimator='auto'")
     if settings.inverse_mass_matrix is not None:
         remedies.append("leave `inverse_mass_matrix` out")
     if (
         isinstance(dynamics, UnderdampedLangevin)
         and dynamics.friction != UnderdampedLangevin.friction
     ):
-        remedies.append(f"the default friction of {UnderdampedLangevin.friction}")
+        remedies.append(f"use the default friction of {UnderdampedLangevin.friction}")
     return f"{'; or '.join(remedies)}."
 
 
@@ -437,7 +438,7 @@ def _describe_batch_sizes(inputs: WarmupInputs, batch_sizes: dict[str, int]) -> 
     )
     is_whole = all(batch_sizes[p.name] == p.size for p in inputs.potential.plates)
     if not is_whole or inputs.potential.is_stochastic:
-        return sizes
+        return f"use {sizes}"
     sampler = "NUTS" if inputs.potential.local_latents is None else "numpyro.infer.HMCGibbs"
     return f"use {sampler}, since the recommended minibatch is {sizes}"
 

@@ -115,8 +115,8 @@ class DrawsOnDisk:
                 damage = " ".join(str(error).split())[:200]
             if damage:
                 raise CheckpointError(
-                    f"Draws {start} to {stop} in '{self._zarr_path}' are damaged ({damage}).",
-                    "read the others with `open_draws`.",
+                    f"Draws {start} to {stop - 1} in '{self._zarr_path}' are damaged ({damage}).",
+                    "read the other draws with `open_draws`.",
                     "damaged-draws",
                 )
             blocks.append(arrays)

@@ -88,7 +88,7 @@ def check_same_run(
     if args and is_prng_key(args[0]) and stored != current:
         raise InvalidArgumentError(
             "`resume` got a key as its first argument.",
-            "leave the key out: the run continues with its own random numbers.",
+            "leave the key out, because the run continues with the key that it has stored.",
             "resume-key",
         )
     names = [n for n in {**stored, **current} if stored.get(n) != current.get(n)]
@@ -100,8 +100,8 @@ def check_same_run(
         )
         raise InvalidArgumentError(
             f"The run in '{folder}' cannot be resumed: {differences}.",
-            "resume with the kernel, settings, model, data and versions of the run, or run in "
-            "another folder.",
+            "call `resume` with the same kernel, settings, model, data and versions as the run, or "
+            "start a run in another folder.",
             "resume-differs",
         )
 

@@ -106,7 +106,7 @@ class CheckpointedMCMC(MCMC):
         if not isinstance(sampler, SGMCMCKernel):
             raise InvalidArgumentError(
                 f"`sampler` is a {type(sampler).__name__}, which `CheckpointedMCMC` cannot resume.",
-                "pass a kernel of numpyro_sgmcmc, whose state holds all that a run continues from.",
+                "pass a kernel of numpyro_sgmcmc, whose state suffices to continue a run.",
                 "checkpoint-sampler",
             )
         errors.check_bool("keep_draws", keep_draws)
@@ -281,7 +281,7 @@ class CheckpointedMCMC(MCMC):
         raise NotImplementedError(
             format_message(
                 "`CheckpointedMCMC` has no `warmup`.",
-                "call `run`, which includes it.",
+                "call `run`, which includes the warm-up.",
                 "checkpoint-unsupported",
             )
         )
@@ -426,10 +426,12 @@ class CheckpointedMCMC(MCMC):
             # Orbax and Zarr have error types for a full disk that are not OSErrors.
             except Exception as error:
                 reason = " ".join(str(error).split())[:300]
+                advice = "call `run` again"
+                if last is not None:
+                    advice = f"call `resume` ({last.num_draws} draws per chain are stored)"
                 raise CheckpointError(
                     f"Writing a checkpoint to '{self._folder}' failed ({reason}).",
-                    f"free disk space and call `resume`; {last.num_draws if last else 0} draws per "
-                    "chain are stored and `open_draws` reads them.",
+                    f"free disk space and {advice}.",
                     "checkpoint-write",
                 ) from error
 

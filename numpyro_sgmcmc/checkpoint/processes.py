@@ -58,8 +58,8 @@ def lock_folder(folder: Path) -> Iterator[None]:
                 file.seek(0)
                 owner = file.read().strip() or "unknown"
                 raise CheckpointError(
-                    f"'{folder}' is in use by another run, of process {owner}.",
-                    "wait until it ends, or give `checkpoint` another folder.",
+                    f"'{folder}' is in use by another run (process {owner}).",
+                    "wait until that run ends, or give `checkpoint` another folder.",
                     "checkpoint-lock",
                 ) from None
         # The process number is for the message only: on a full disk the lock works without. It is
@@ -126,7 +126,7 @@ class ProcessGroup(NamedTuple):
             if text:
                 raise CheckpointError(
                     f"Process {index} of {self.num_processes} failed: {text}",
-                    "solve this in that process, and call `resume` in all processes.",
+                    "solve the problem of that process, then call `resume` in all processes.",
                     "process-failed",
                 )
 
@@ -170,8 +170,8 @@ def get_process_group(arguments: Arguments) -> ProcessGroup:
     if len({d.process_index for d in devices}) < 2:
         raise InvalidArgumentError(
             "The processes share no rows, so each would run separate chains.",
-            "start them without jax.distributed.initialize, each with another `checkpoint`, or "
-            "shard the rows over all of them by ShardedArray.",
+            "start the processes without jax.distributed.initialize, each with another "
+            "`checkpoint`, or shard the rows over all processes by ShardedArray.",
             "processes-share-nothing",
         )
     return ProcessGroup(jax.process_count(), jax.process_index())

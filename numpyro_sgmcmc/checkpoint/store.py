@@ -84,10 +84,10 @@ class CheckpointStore:
         if (version := manifest["format"]) != _FORMAT_VERSION:
             age = "an older" if version < _FORMAT_VERSION else "a newer"
             raise InvalidArgumentError(
-                f"The run in '{self._folder}' has {age} format ({version}) than the present one "
-                f"({_FORMAT_VERSION}).",
-                "continue it with the version of numpyro_sgmcmc that began it, or run in another "
-                "folder; `open_draws` reads its draws.",
+                f"The run in '{self._folder}' has {age} format ({version}) than this version of "
+                f"numpyro_sgmcmc writes ({_FORMAT_VERSION}).",
+                "continue the run with the version of numpyro_sgmcmc that started it, or start a "
+                "run in another folder. `open_draws` reads the draws of the old run.",
                 "checkpoint-format",
             )
         return manifest["fingerprint"]
@@ -130,16 +130,16 @@ class CheckpointStore:
                 continue
             if damages:
                 warn_user(
-                    f"The checkpoint of {' and that of '.join(damages)}; resuming from that "
-                    f"before, of iteration {manifest['iterations']}.",
+                    f"The checkpoint of {' and that of '.join(damages)}. The run resumes from the "
+                    f"checkpoint of iteration {manifest['iterations']}.",
                     CheckpointWarning,
-                    f"nothing, if this is rare; else check the disk that holds '{self._folder}'.",
+                    f"check the disk of '{self._folder}' if this happens more than once.",
                     "damaged-checkpoint",
                 )
             return Checkpoint(manifest, tree)
         raise CheckpointError(
             f"No checkpoint in '{self._folder}' can be read: {' and '.join(damages)}.",
-            "run in another folder; `open_draws` reads the draws that are on disk.",
+            "read the draws that are on disk with `open_draws`, and start a run in another folder.",
             "damaged-checkpoint",
         )
 

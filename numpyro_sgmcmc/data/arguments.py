@@ -271,14 +271,14 @@ def check_jax_representable(arguments: Arguments, model: Callable) -> None:
             continue
         if np.ma.is_masked(x):
             raise InvalidArgumentError(
-                f"{name} is a masked array, and JAX would use the values behind the mask.",
-                "leave these rows out, or pass the mask to handlers.mask.",
+                f"{name} is a masked array, but JAX would use the masked values.",
+                "leave the masked rows out, or pass the mask to handlers.mask.",
                 "masked-data",
             )
         if isinstance(x, np.ma.MaskedArray):
             raise InvalidArgumentError(
                 f"{name} is a masked array, which JAX does not accept.",
-                "pass its data.",
+                "pass its attribute `data`, since no value is masked.",
                 "masked-data",
             )
         if not x.dtype.isnative or x.dtype.name in ("longdouble", "float128", "complex256"):
@@ -290,7 +290,7 @@ def check_jax_representable(arguments: Arguments, model: Callable) -> None:
         device_dtype = jax.dtypes.canonicalize_dtype(x.dtype)
         if exceeds_integer_range(x, device_dtype):
             raise InvalidArgumentError(
-                f"{name} has integers from {x.min()} to {x.max()}, beyond those of {device_dtype}.",
+                f"{name} has integers from {x.min()} to {x.max()}, beyond {device_dtype}'s range.",
                 "switch on jax_enable_x64, or convert the data to floats.",
                 "integer-range",
             )

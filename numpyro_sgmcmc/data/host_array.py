@@ -121,7 +121,7 @@ class RowArray:
         if not shape or shape[0] < 1:
             raise InvalidArgumentError(
                 f"{cls.__name__} got shape {shape}, which has no rows.",
-                "pass an array whose first axis is that of the rows.",
+                "pass an array with the rows along its first axis.",
                 "row-array-source",
             )
         if np.dtype(dtype).kind not in "biuf" and "bfloat" not in str(dtype):
@@ -184,7 +184,7 @@ def check_unmasked(values: Any) -> np.ndarray:
     if np.ma.is_masked(values):
         raise InvalidArgumentError(
             "Some values of the data are masked.",
-            "leave these rows out, or pass the mask to handlers.mask.",
+            "leave the masked rows out, or pass the mask to handlers.mask.",
             "masked-data",
         )
     return np.asarray(values)
@@ -419,7 +419,7 @@ class HostArray(RowArray):
         except InvalidArgumentError:
             raise DataReadError(
                 f"{self!r} has masked values in {_describe_rows(indices)}.",
-                "leave these rows out, or pass the mask to handlers.mask.",
+                "leave the masked rows out, or pass the mask to handlers.mask.",
                 "masked-data",
             ) from None
         except Exception as error:
@@ -441,12 +441,12 @@ class HostArray(RowArray):
             raise DataReadError(
                 f"{self!r} gave dtype {values.dtype} for {_describe_rows(indices)}, "
                 f"not {self._dtype}.",
-                "let the source return rows of its dtype.",
+                "let the source return rows of the dtype that its attribute `dtype` states.",
                 "host-array-source",
             )
         if exceeds_integer_range(values, self.dtype):
             raise DataReadError(
-                f"{self!r} has integers beyond those of {self.dtype} in {_describe_rows(indices)}.",
+                f"{self!r} has integers beyond {self.dtype}'s range in {_describe_rows(indices)}.",
                 "switch on jax_enable_x64, or convert the data to floats.",
                 "integer-range",
             )

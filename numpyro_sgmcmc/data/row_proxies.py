@@ -89,7 +89,7 @@ class IndexingRecorder(ArrayProxy):
         elif isinstance(self.array, ShardedArray):
             raise InvalidModelError(
                 f"{self.array!r} is not indexed by the indices of a subsampled plate.",
-                "index it by the plate's indices, with subsample_size below the plate's size.",
+                "index it by the indices of a plate whose subsample_size is below its size.",
                 "sharded-indexing",
             )
         return self.array[index]

@@ -168,7 +168,7 @@ class ShardedArray(RowArray):
         if not hasattr(rows, "shape"):
             raise InvalidArgumentError(
                 f"ShardedArray got a {type(rows).__name__}, which has no shape.",
-                "pass an array whose first axis is that of the rows.",
+                "pass an array with the rows along its first axis.",
                 "row-array-source",
             )
         self._check_shape_and_dtype(tuple(rows.shape), rows.dtype)
@@ -404,7 +404,7 @@ def _split_rows(num_rows: int, num_shards: int, counts: Sequence[int] | None) ->
         )
     if min(counts) < 1:
         raise InvalidArgumentError(
-            f"ShardedArray got {num_rows} rows for {num_shards} devices, and one has none.",
+            f"ShardedArray got {num_rows} rows for {num_shards} devices, so one would have none.",
             "use a mesh of fewer devices, so that each has a row.",
             "sharded-rows",
         )
@@ -424,8 +424,8 @@ def _allgather_rows_per_shard(
     all_layouts = np.asarray(multihost_utils.process_allgather(np.uint32(layout)))
     if len(set(all_layouts.tolist())) > 1:
         raise InvalidArgumentError(
-            "The processes pass rows of different shapes or types; here "
-            f"{tuple(rows.shape[1:])}, {rows.dtype}.",
+            "The processes pass rows of different shapes or types. This process passes shape "
+            f"{tuple(rows.shape[1:])} and type {rows.dtype}.",
             "pass rows of the same shape and type in every process.",
             "sharded-rows",
         )

@@ -112,7 +112,7 @@ def open_rows(target: str | os.PathLike) -> Table:
     if is_unfinished or not (folder / _MANIFEST).exists():
         raise InvalidArgumentError(
             f"'{folder}' has {'an unfinished shuffle' if is_unfinished else 'no shuffled rows'}.",
-            "call shuffle_rows (again, with the same arguments).",
+            f"call shuffle_rows{' again with the same arguments' if is_unfinished else ''}.",
             "shuffle-target",
         )
     manifest = json.loads((folder / _MANIFEST).read_text())
@@ -142,7 +142,7 @@ def _open_source(
     if encoded := as_names(categories):
         raise InvalidArgumentError(
             f"`categories` names '{encoded[0]}', but `source` has arrays, which are not encoded.",
-            "leave it out; as_arrays(frame) encodes the columns of a data frame.",
+            "leave `categories` out, or encode a data frame by as_arrays(frame) before.",
             "table-columns",
         )
     unknown = [x for x in layout.values() if x not in list(found)]
@@ -160,7 +160,7 @@ def _open_source(
     if len(set(lengths.values())) > 1:
         raise InvalidArgumentError(
             f"The arrays of `source` have different numbers of rows: {lengths}.",
-            "pass arrays of the same rows.",
+            "pass arrays with equal numbers of rows.",
             "table-columns",
         )
     return arrays, levels, {name: array.checksum() for name, array in arrays.items()}
@@ -177,7 +177,7 @@ def _find_arrays(source: Any) -> tuple[Mapping[str, Any] | None, dict[str, np.nd
             return None, {}
         raise InvalidArgumentError(
             f"`source` is of type {type(source).__name__}, which is not a source of rows.",
-            "pass the path of files, or a dict of arrays (of a data frame, as_arrays(frame)[0]).",
+            "pass the path of files, or a dict of arrays; for a data frame, as_arrays(frame)[0].",
             "table-files",
         )
     path = Path(source)
@@ -217,7 +217,7 @@ class _Shuffle:
         if max_memory_bytes < needed_bytes:
             raise InvalidArgumentError(
                 f"`max_memory_bytes` is {max_memory_bytes}, but {needed_bytes} bytes are needed.",
-                "pass at least this number; files with smaller row groups need less.",
+                f"pass at least {needed_bytes}, or write the files with smaller row groups.",
                 "shuffle-resources",
             )
         max_chunk_rows = (max_memory_bytes - block_bytes) // bytes_per_chunk_row
@@ -236,8 +236,8 @@ class _Shuffle:
                 stored["layout"] = manifest["layout"]
             if stored != manifest:
                 raise InvalidArgumentError(
-                    f"'{self.target}' has the shuffle of another source or other arguments.",
-                    "pass the arguments of that call, or the path of a new folder.",
+                    f"'{self.target}' has a shuffle of another source or with other arguments.",
+                    "pass the arguments of that shuffle, or the path of a new folder.",
                     "shuffle-target",
                 )
             if is_finished:

@@ -114,8 +114,8 @@ class _FrameBlock(_Block):
         if not has_rows or hasattr(frame, "to_frame"):  # a series
             raise InvalidArgumentError(
                 f"`frame` is of type {type(frame).__name__}, which is not a data frame.",
-                "pass a pandas or polars data frame: of a lazy one its collect(), of a series its "
-                "to_frame().",
+                "pass a pandas or polars data frame. Call collect() of a lazy frame, and "
+                "to_frame() of a series.",
                 "table-columns",
             )
         self._frame, self.num_rows = frame, len(frame)
@@ -133,7 +133,7 @@ class _FrameBlock(_Block):
         if dtype == "object" and not is_encoded:
             raise InvalidArgumentError(
                 f"Column '{name}' has dtype object.",
-                "convert it to numbers (pandas.to_numeric), or list it in `categories` for codes.",
+                "convert it to numbers (pandas.to_numeric), or encode it: list it in `categories`.",
                 "table-columns",
             )
         return self.read(name).type
@@ -158,8 +158,8 @@ class _FrameBlock(_Block):
                     table = pa.table(self._frame[[name]])
             except (pa.ArrowException, TypeError, ValueError) as error:
                 raise InvalidArgumentError(
-                    f"Column '{name}' cannot be encoded: {summarise_error(error)}.",
-                    "convert its values to one type.",
+                    f"Column '{name}' cannot be read: {summarise_error(error)}.",
+                    "convert its values to one type, such as numbers or strings.",
                     "table-columns",
                 ) from error
             self._columns[name] = table.column(0)
@@ -258,7 +258,7 @@ class BlockTable:
                 f"{source_name} has no column {unknown[0]!r}."
                 if unknown
                 else f"`columns` selects no column of {source_name}.",
-                f"select from {_list_names(names)}; a folder needs the columns in each file.",
+                f"select from {_list_names(names)}. Each file of a folder must have the column.",
                 "table-columns",
             )
         self.column_names = list(dict.fromkeys(selected))
@@ -384,8 +384,8 @@ def open_files(path: Any, columns: Any, categories: Names, caller: str) -> Block
     source_name = f"'{paths[0]}'" if len(paths) == 1 else f"'{files[0]}' or a file after it"
     if not files or not all(file.is_file() for file in files):
         raise InvalidArgumentError(
-            f"{source_name} is no Parquet or Arrow file, and no folder of them.",
-            "pass the path of a file that ends in .parquet, .feather or .arrow, or of its folder.",
+            f"{source_name} is neither a Parquet or Arrow file nor a folder of such files.",
+            "pass the path of a file that ends in .parquet, .feather or .arrow, or its folder.",
             "table-files",
         )
     is_arrow = {file.suffix in _ARROW_SUFFIXES for file in files}
@@ -401,7 +401,7 @@ def open_files(path: Any, columns: Any, categories: Names, caller: str) -> Block
     except (pa.ArrowException, OSError) as error:
         raise InvalidArgumentError(
             f"{source_name} cannot be opened: {summarise_error(error)}.",
-            "check that all files are Parquet files, or all are Arrow files, and complete.",
+            "check that the files are complete, and are all Parquet files or all Arrow files.",
             "table-files",
         ) from error
     if not any(block.num_rows for block in blocks):
@@ -488,9 +488,9 @@ def _check_values(name: Any, blocks: Sequence[_Block], dtype: np.dtype) -> None:
         extremes = [x for x in statistics[1:] if x is not None and dtype.kind == "i"]
         if any(not np.iinfo(dtype).min <= x <= np.iinfo(dtype).max for x in extremes):
             raise InvalidArgumentError(
-                f"Column '{name}' has integers beyond those of {dtype}.",
-                "list it in `categories` if it has identifiers; else switch on jax_enable_x64, or "
-                "convert the column to floats.",
+                f"Column '{name}' has integers beyond {dtype}'s range.",
+                "list the column in `categories` if it has identifiers. Otherwise switch on "
+                "jax_enable_x64, or convert the column to floats.",
                 "integer-range",
             )
     _check_complete(name, num_missing, "missing values")
@@ -505,8 +505,8 @@ def _check_precision(name: Any, column: Any, dtype: np.dtype) -> None:
     step = float(np.finfo(dtype).eps * np.abs(values).max(initial=0.0))
     if 0.0 < _MAX_STEP_SDS * deviation < step:
         raise InvalidArgumentError(
-            f"Column '{name}' has an SD of {deviation:.3g}, but {dtype} numbers of its size have "
-            f"steps of {step:.2g}.",
+            f"Column '{name}' has an SD of {deviation:.3g}, but neighbouring {dtype} numbers as "
+            f"large as its values differ by {step:.2g}.",
             "subtract a constant from it, such as its mean.",
             "table-columns",
         )
@@ -516,7 +516,7 @@ def _check_complete(name: Any, num_missing: int, what: str = "missing or infinit
     if num_missing:
         raise InvalidArgumentError(
             f"Column '{name}' has {num_missing} {what}.",
-            "leave these rows out, or replace the values (levels by a separate level).",
+            "leave these rows out, or replace the values. Missing levels can be one more level.",
             "nonfinite-data",
         )
 
@@ -574,7 +574,7 @@ def _check_levels(name: Any, found: Any, given: Any) -> Any:
     if unknown := [x for x in found.to_pylist() if x not in known]:
         raise InvalidArgumentError(
             f"Column '{name}' has values that are not in its `levels`: {_list_names(unknown)}.",
-            "leave out their rows, or fit the model with these levels.",
+            "leave out the rows with these values, or fit the model with these levels.",
             "unknown-levels",
         )
     return levels

@@ -96,8 +96,8 @@ class LooEstimate(NamedTuple):
         if self.num_rows != other.num_rows or not np.array_equal(self.indices, other.indices):
             raise InvalidArgumentError(
                 "Two `loo` estimates at different rows cannot be subtracted.",
-                "give `loo` the same `num_rows` and `seed`, for runs on the same rows in the same "
-                "order.",
+                "call `loo` with the same `num_rows` and `seed` for both runs, and run both on the "
+                "same rows in the same order.",
                 "loo-rows",
             )
         elpd = self.elpd_i - other.elpd_i
@@ -144,7 +144,7 @@ def to_arviz(mcmc: MCMC, log_likelihood: Any = False, seed: int = 0) -> Any:
             raise InvalidArgumentError(
                 f"`log_likelihood` is {log_likelihood}, but plate '{plate.name}' has {plate.size} "
                 "rows.",
-                "lower it, or pass True for all rows.",
+                "pass a smaller number, or True for all rows.",
                 "row-indices",
             )
         rng = np.random.default_rng(seed)
@@ -186,9 +186,9 @@ def loo(mcmc: MCMC, num_rows: int = 1000, seed: int = 0) -> LooEstimate:
     names = list(group.data_vars)
     if len(names) != 1 or group[names[0]].ndim != 3:
         raise InvalidModelError(
-            "`loo` needs one observed site with one value per row; the plate has "
-            f"{', '.join(map(repr, names)) or 'none'}.",
-            "sum the log likelihoods of each row that `to_arviz` returns, and pass them to az.loo.",
+            "`loo` needs one observed site with one value per row, but the plate has the observed "
+            f"sites {', '.join(map(repr, names)) or 'none'}.",
+            "sum the log likelihoods of `to_arviz` over the values of each row, for az.loo.",
             "loo-sites",
         )
     log_likelihood = group[names[0]]

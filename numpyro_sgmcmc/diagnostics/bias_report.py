@@ -303,7 +303,7 @@ def bias_report(
     if row_arrays and fn is None:
         raise InvalidArgumentError(
             "`bias_report` got arrays of rows, but `fn` is None.",
-            "pass a function of a draw and these arrays before them.",
+            "pass `fn`, a function of a draw and these arrays, before the arrays.",
             "function-bias",
         )
     if isinstance(mcmc, MCMC) and isinstance(mcmc.sampler, Gibbs):
@@ -347,7 +347,7 @@ def _report_on_run(
     if not (run.batch_sums.weight > 0).any():
         raise InvalidArgumentError(
             "All draws of the run diverged or have weight zero.",
-            "use a smaller step_size, or leave it out to adapt it.",
+            "use a smaller step_size, or leave `step_size` out so that the warm-up adapts it.",
             "all-diverged",
         )
     if num_full_draws is None:
@@ -425,7 +425,7 @@ def _estimate_function_bias(
     if gradients is None:
         raise InvalidArgumentError(
             "`bias_report` of `fn` needs gradients at draws, which are expensive for this run.",
-            "pass full_data=True to take them on all rows.",
+            "pass full_data=True to compute the gradients on all rows.",
             "function-bias",
         )
     return estimate_function_bias(
@@ -548,7 +548,7 @@ def bias_corrected_samples(
         )
     if report.coordinate_names != run.coordinate_names or report.is_for_functions:
         raise InvalidArgumentError(
-            "`report` has other coordinates than the run.",
+            "`report` has coordinates that differ from those of the run.",
             "pass the result of bias_report(mcmc), without a function, for this run.",
             "report-of-another-run",
         )
@@ -629,8 +629,8 @@ def print_summary(
         num_draws = min((x.shape[1] for x in draws), default=_MIN_DRAWS_FOR_SUMMARY)
         if num_draws < _MIN_DRAWS_FOR_SUMMARY:
             raise InvalidArgumentError(
-                f"`print_summary` needs {_MIN_DRAWS_FOR_SUMMARY} draws per chain, but there are "
-                f"{num_draws}.",
+                f"`print_summary` needs at least {_MIN_DRAWS_FOR_SUMMARY} draws per chain, but "
+                f"there are {num_draws}.",
                 "raise num_samples, or print `bias_report(mcmc)`.",
                 "few-draws",
             )
@@ -663,8 +663,8 @@ def _select_site_draws(
         )
     if len({name.startswith("~") for name in names}) != 1:
         raise InvalidArgumentError(
-            "`sites` must either name sites to show or, each after a ~, sites to leave out.",
-            "pass one of the two kinds.",
+            "`sites` must name only sites to show, or only sites to leave out (each after a ~).",
+            "pass names of one of the two kinds.",
             "summary-sites",
         )
     if not names[0].startswith("~"):

@@ -63,7 +63,7 @@ def stein_discrepancy(
     if x.shape != s.shape or x.ndim != 2 or not x.size:
         raise InvalidArgumentError(
             f"`draws` has shape {x.shape} and `scores` has shape {s.shape}.",
-            "pass two arrays of one shape (n, d).",
+            "pass two arrays of the same shape (n, d).",
             "distance-shapes",
         )
     _check_finite("draws", x)
@@ -150,7 +150,8 @@ def kolmogorov_distance(draws: Any, reference: Any) -> KolmogorovDistance:
     if a.ndim < 1 or a.shape[1:] != b.shape[1:] or len(a) < 2 or len(b) < 2:
         raise InvalidArgumentError(
             f"`draws` has shape {a.shape} and `reference` has shape {b.shape}.",
-            "pass at least two draws along the first axis of each, and equal other axes.",
+            "pass two arrays with at least two draws each along the first axis, and with equal "
+            "other axes.",
             "distance-shapes",
         )
     _check_finite("draws", a)

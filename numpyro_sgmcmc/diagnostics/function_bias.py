@@ -84,7 +84,7 @@ def check_differentiable(
     """Return the user's function and arrays of rows, after a check of its results' types."""
     if isinstance(fn, Predictive):
         raise InvalidArgumentError(
-            "`fn` is a Predictive, but bias is estimated for differentiable functions of a draw.",
+            "`fn` is a Predictive, but bias is estimated only for differentiable functions.",
             "pass a function such as the mean of the predictive distribution.",
             "function-bias",
         )

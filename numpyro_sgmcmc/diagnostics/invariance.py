@@ -122,9 +122,9 @@ def check_invariance(
         residuals = np.abs(residual(jnp.asarray(states)))
         if not np.isfinite(residuals).all():
             raise InvalidArgumentError(
-                "The residual is not finite: the step has no derivatives at these `states`.",
-                "pass other states, or a diffusion as its diagonal, which has derivatives where "
-                "eigenvalues coincide.",
+                "The residual is not finite, because the step has no derivatives at `states`.",
+                "pass other states. If the diffusion is a diagonal matrix, return its diagonal, "
+                "which has derivatives even where eigenvalues coincide.",
                 "invariance-states",
             )
         return residuals

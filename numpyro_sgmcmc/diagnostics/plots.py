@@ -96,8 +96,8 @@ def plot_warmup(mcmc: MCMC, *, axes: Any = None) -> Any:
     _, adaptation = check_warmed_up_run(mcmc, "plot_warmup")
     if adaptation.trace is None:
         raise InvalidArgumentError(
-            "`plot_warmup` has nothing to plot: every setting of the kernel was given.",
-            "leave settings out, such as `step_size`, that the warm-up is to adapt.",
+            "`plot_warmup` has nothing to plot, because every setting of the kernel was given.",
+            "leave out the settings that the warm-up should adapt, such as `step_size`.",
             "nothing-adapted",
         )
     axes = _prepare_axes(pyplot, axes, 3, figsize=(10.0, 3.2))

@@ -114,7 +114,7 @@ def posterior_predictive(
     if errors.check_bool("infer_discrete", infer_discrete) and enumerated is None:
         raise InvalidArgumentError(
             "`infer_discrete` needs discrete sites inside the subsampled plate.",
-            "leave it out: the model has none that are summed out.",
+            "leave `infer_discrete` out, because the model has no site that is summed out.",
             "infer-discrete",
         )
     indices = validate_row_indices(rows, plate)
@@ -142,14 +142,14 @@ def get_subsampled_plate(mcmc: MCMC, caller: str) -> Plate:
     if kernel.potential.local_latents is not None:
         raise InvalidModelError(
             f"`{caller}` does not support models with sites that `gibbs_fn` samples.",
-            "use az.from_numpyro(mcmc, log_likelihood=True) or numpyro.infer.Predictive, with "
-            "draws of a run with collect_local_sites=True.",
+            "run with collect_local_sites=True, and pass the run to az.from_numpyro(mcmc, "
+            "log_likelihood=True) or its draws to numpyro.infer.Predictive.",
             "predict-local-latents",
         )
     if len(plates) != 1 or kernel.model is None:
         names = ", ".join(f"'{p.name}'" for p in plates) or "none"
         raise InvalidModelError(
-            f"`{caller}` needs a model with one subsampled plate, and this one has {names}.",
+            f"`{caller}` needs a model with one subsampled plate, but this model has {names}.",
             "use numpyro.infer.log_likelihood or numpyro.infer.Predictive with `kernel.model`.",
             "predict-one-plate",
         )
@@ -162,7 +162,7 @@ def validate_row_indices(rows: Any, plate: Plate) -> np.ndarray:
     :raises ValueError: for no integers, or indices out of range.
     """
     indices = np.arange(plate.size) if rows is None else np.asarray(rows)
-    fix = f"pass integers of shape (n,), at least one, from 0 to {plate.size - 1}."
+    fix = f"pass an array of shape (n,) of integers from 0 to {plate.size - 1}, n at least 1."
     if indices.ndim != 1 or indices.size == 0 or indices.dtype.kind not in "iu":
         raise InvalidArgumentError(
             f"`rows` has shape {indices.shape} and type {indices.dtype}.", fix, "row-indices"
@@ -443,8 +443,8 @@ def get_draws_by_site(run: Any, arg_name: str) -> dict[str, Array]:
             raise InvalidArgumentError(
                 f"`{arg_name}` is a {type(run).__name__}, which is neither a run nor draws by "
                 "site.",
-                "pass an MCMC object after its `run`, or a dict of arrays that share the axes "
-                "(chains, draws).",
+                "pass an MCMC object after its `run`, or a dict from sites to arrays with the same "
+                "first axes (chains, draws).",
                 "draws-by-site",
             )
         draws = {k: jnp.asarray(x) for k, x in run.items()}
@@ -491,14 +491,14 @@ class DrawFunctions:
         if problem:
             raise InvalidArgumentError(
                 f"The arrays after `fn` have {problem}.",
-                "pass arrays of numbers with as many rows each, at least one; give other arguments "
-                "to `fn` by functools.partial.",
+                "pass arrays of numbers with equal numbers of rows, at least one. Bind other "
+                "arguments of `fn` by functools.partial.",
                 "rows-of-a-function",
             )
         if isinstance(fn, Predictive):
             if fn.guide is not None:
                 raise InvalidArgumentError(
-                    "`fn` is a Predictive with a guide, whose draws are not the run's.",
+                    "`fn` is a Predictive with a guide, so it would not use the draws of the run.",
                     "pass a Predictive without a guide.",
                     "function-of-draws",
                 )
@@ -538,7 +538,7 @@ class DrawFunctions:
                 raise
             raise InvalidArgumentError(
                 f"`fn` uses site '{error.args[0]}', which has no draws.",
-                f"use {', '.join(repr(k) for k in draws)}.",
+                f"use only the sites {', '.join(repr(k) for k in draws)}.",
                 "function-of-draws",
             ) from error
         if not shapes:

@@ -62,14 +62,14 @@ def check_finished_run(mcmc: Any, caller: str, uses_moments: bool = True) -> SGM
     if not isinstance(mcmc, MCMC):
         raise InvalidArgumentError(
             f"`{caller}` got {type(mcmc).__name__} in place of an MCMC object.",
-            "pass the MCMC object after `run`; draws alone lack the gradients that show bias.",
+            "pass the MCMC object after its `run`. Draws alone lack the gradients that show bias.",
             "not-a-run",
         )
     kernel = mcmc.sampler
     if not isinstance(kernel, SGMCMCKernel):
         raise InvalidArgumentError(
             f"`{caller}` got a run of {type(kernel).__name__}, not of a numpyro_sgmcmc kernel.",
-            "use a kernel of numpyro_sgmcmc; other kernels do not record gradients.",
+            "use a kernel of numpyro_sgmcmc, because other kernels do not record gradients.",
             "not-a-run",
         )
     state = mcmc.last_state
@@ -101,7 +101,7 @@ def check_has_data(kernel: SGMCMCKernel, caller: str) -> None:
     if not kernel.has_potential:
         raise InvalidArgumentError(
             f"`{caller}` needs the kernel's data, which are discarded when a kernel is pickled.",
-            "call `mcmc.run` again first.",
+            "call `mcmc.run` again.",
             "kernel-without-data",
         )
 
@@ -274,7 +274,7 @@ def check_sites_kept(names: Sequence[str], samples: Any) -> None:
     if missing := [name for name in names if name not in samples]:
         raise InvalidArgumentError(
             f"The draws of site '{missing[0]}' were not kept.",
-            f"name it in `collect_sites`; leave out '~z.{missing[0]}' if `extra_fields` has it.",
+            f"name it in `collect_sites`, or leave '~z.{missing[0]}' out of `extra_fields`.",
             "sites-not-kept",
         )
 
@@ -357,7 +357,8 @@ class GibbsRunData:
         )
         if not potential.dim:
             raise InvalidModelError(
-                "All latent sites of the model are discrete; `bias_report` needs continuous ones.",
+                "All latent sites of the model are discrete, but `bias_report` needs a continuous "
+                "site.",
                 "judge discrete sites by R-hat and ESS (`mcmc.print_summary()`).",
                 "no-latent-sites",
             )
@@ -387,7 +388,7 @@ def _find_discrete_sites(kernel: SGMCMCKernel, arguments: Arguments) -> list[str
     latent = [s for s in trace.sample_sites if not s.is_observed]
     if local := next((s.name for s in latent if s.plate_frames), None):
         raise InvalidArgumentError(
-            f"`bias_report` of Gibbs does not support '{local}', latent inside a subsampled plate.",
+            f"`bias_report` of Gibbs does not support site '{local}' inside a subsampled plate.",
             "use one kernel for all sites, or compare with a run of half the step_size.",
             "bias-of-local-latents",
         )

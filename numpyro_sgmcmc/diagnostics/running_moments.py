@@ -83,7 +83,7 @@ def running_moments(mcmc: MCMC, group_by_chain: bool = False) -> RunningMoments:
     if moments is None:
         raise InvalidArgumentError(
             "`running_moments` got a run that has kept the draws of all sites.",
-            "pass collect_sites to the kernel, the sites whose draws are kept; or use the draws.",
+            "use the draws, or pass the kernel `collect_sites`, the sites whose draws are kept.",
             "collect-sites",
         )
     if not state.i.ndim:

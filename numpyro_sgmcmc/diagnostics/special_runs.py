@@ -243,7 +243,7 @@ def _double_batch_size(
     potential = kernel.potential.with_batch_sizes(doubled)
     if potential.plates == plates:
         raise InvalidArgumentError(
-            "`compare_with_finer` cannot double subsample_size: minibatches are already full.",
+            "`compare_with_finer` cannot double subsample_size: minibatches have all rows already.",
             "use change='step'.",
             "no-finer-run",
         )

@@ -133,16 +133,16 @@ def _check_plates(kernel: SGMCMCKernel, arguments: Arguments) -> None:
     potential = kernel.get_potential(arguments)
     if potential.local_names:
         raise InvalidModelError(
-            f"Site '{potential.local_names[0]}' is latent inside the subsampled plate: "
-            "draws with other sizes are not predicted.",
-            "compare short runs with several sizes; a larger one takes fewer steps per draw.",
+            f"Site '{potential.local_names[0]}' is latent inside the subsampled plate, so that "
+            "draws with other sizes cannot be predicted.",
+            "compare short runs with several sizes. A larger size takes fewer steps per draw.",
             "suggest-subsample-size",
         )
     if not potential.plates:
         raise InvalidModelError(
             "`suggest_subsample_size` needs a model with a subsampled plate.",
-            "pass any subsample_size below the number of rows, for example 256; the time with "
-            "others is predicted from it.",
+            "pass any subsample_size below the number of rows, for example 256. The time with "
+            "other sizes is predicted from it.",
             "suggest-subsample-size",
         )
 
@@ -152,8 +152,8 @@ def _predict(kernel: SGMCMCKernel) -> list[DrawPrediction]:
     adaptation, trace = kernel.adaptation, kernel.adaptation.trace
     if trace is None:
         raise InvalidArgumentError(
-            "`suggest_subsample_size` got a kernel with all settings: no noise is measured.",
-            "leave out `step_size` or another setting.",
+            "`suggest_subsample_size` got a kernel with all settings, so it measures no noise.",
+            "leave out a setting, such as `step_size`.",
             "suggest-subsample-size",
         )
     if trace.choice is None or trace.predicted_mean_bias is None:

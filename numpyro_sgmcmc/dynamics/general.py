@@ -153,9 +153,9 @@ def check_recipe(dynamics: Recipe, dim: int) -> None:
         )
     if auxiliary.size > (dynamics.make_step("euler").num_noise - 1) * dim:
         raise InvalidArgumentError(
-            f"`auxiliary` returns {auxiliary.size} entries for {dim} coordinates, more in "
-            "proportion than for one.",
-            "let the number of auxiliary variables grow at most in proportion to that of the "
+            f"`auxiliary` returns {auxiliary.size} entries for {dim} coordinates, which is more "
+            "per coordinate than for one coordinate.",
+            "let the number of auxiliary variables grow at most in proportion to the number of "
             "coordinates.",
             "recipe-shape",
         )
@@ -184,7 +184,7 @@ def _check_values(dynamics: Recipe, z: Array, dim: int) -> None:
         if value.shape not in shapes:
             raise InvalidArgumentError(
                 f"`{name}` returns shape {value.shape}, but z has {n} entries: {dim} of the "
-                f"position and {n - dim} by `auxiliary`.",
+                f"position and {n - dim} auxiliary variables.",
                 f"return shape {' or '.join(str(s) for s in shapes)}.",
                 "recipe-shape",
             )
@@ -237,8 +237,8 @@ def _check_position_marginal(dynamics: Recipe, positions: Array, num_auxiliary: 
     if num_auxiliary == 0:
         raise InvalidArgumentError(
             "`hamiltonian` changes with the position, but there are no auxiliary variables.",
-            "pass `auxiliary`, a function of a random key and the number of coordinates that "
-            "returns their initial values, or return 0.0 from `hamiltonian`.",
+            "pass `auxiliary`, which maps a random key and the number of coordinates to initial "
+            "auxiliary variables, or return 0.0 from `hamiltonian`.",
             "recipe-marginal",
         )
     clear = _CLEAR_CHANGE * tolerance
@@ -249,9 +249,9 @@ def _check_position_marginal(dynamics: Recipe, positions: Array, num_auxiliary: 
         raise InvalidArgumentError(
             "`hamiltonian` changes with the position, so that the position's marginal is not the "
             "posterior.",
-            "let it depend on the auxiliary variables alone, z[d:] for d coordinates, or add the "
-            "term that makes the integral of exp(-hamiltonian) over them the same everywhere (for "
-            "a metric, half its log determinant).",
+            "let `hamiltonian` depend only on the auxiliary variables, z[d:] for d coordinates. Or "
+            "add a term such that the integral of exp(-hamiltonian) over z[d:] is the same at all "
+            "positions (for a metric, half its log determinant).",
             "recipe-marginal",
         )
 

@@ -126,7 +126,7 @@ def _compute_densities(traced_sites: Mapping[str, Any]) -> dict[str, _SiteDensit
             log_prob = site["fn"].log_prob(site["value"])
         except (TypeError, ValueError) as error:
             raise InvalidModelError(
-                f"Site '{name}' has no log density for its value, of type "
+                f"Site '{name}' has no log density for its value of type "
                 f"{jnp.result_type(site['value'])} and shape {jnp.shape(site['value'])}.",
                 f"pass data of the distribution's type and shape ({summarise_error(error)}).",
                 "no-log-density",
@@ -167,8 +167,8 @@ def _check_rows_inside_plate(
     for p in plates:
         if p.name in sources and p.name not in layout.plate_dims:
             raise InvalidModelError(
-                f"Site '{name}' uses rows of the plate '{p.name}' outside of it.",
-                "move it into the plate, which scales the minibatch to all rows.",
+                f"Site '{name}' uses rows of the plate '{p.name}' outside of the plate.",
+                "move the site into the plate, which scales the minibatch to all rows.",
                 "outside-plate",
             )
 
@@ -220,7 +220,7 @@ def _check_one_entry_per_row(
     if is_event_larger and plate_dim is not None:
         raise InvalidModelError(
             f"Site '{name}' has the rows of the plate '{plate.name}' in its event shape as well.",
-            "leave out `to_event` for the dimension of the rows, so that rows have densities.",
+            "leave out `to_event` for the dimension of the rows, so that each row has a density.",
             "rows-in-event",
         )
     before, after = layout.log_prob_shape, larger_layout.log_prob_shape
@@ -231,16 +231,16 @@ def _check_one_entry_per_row(
     ]
     if plate_dim is None and (larger_dims or is_event_larger):
         raise InvalidModelError(
-            f"Site '{name}' has one entry per row of the plate '{plate.name}' outside of it.",
-            "move it into the plate.",
+            f"Site '{name}' outside of the plate '{plate.name}' has one entry per row of it.",
+            "move the site into the plate.",
             "outside-plate",
         )
     if any(d != plate_dim for d in larger_dims):
         data = "" if layout.data_shape is None else f"data of shape {layout.data_shape} and "
         raise InvalidModelError(
-            f"Site '{name}' compares every row of the plate '{plate.name}' with every other.",
-            f"give its {data}distribution of shape {layout.batch_shape + layout.event_shape} one "
-            "shape, for example by y[:, 0].",
+            f"Site '{name}' compares every row of the plate '{plate.name}' with every other row.",
+            f"give its {data}distribution of shape {layout.batch_shape + layout.event_shape} the "
+            "same shape, for example by y[:, 0].",
             "pairs-of-rows",
         )
 
@@ -272,7 +272,7 @@ def _check_not_a_scalar(
         raise InvalidModelError(
             f"Site '{name}' is one number for the minibatch of the plate '{plate.name}', which "
             "counts it once per row.",
-            "give it one entry per row: leave out the sum over rows.",
+            "leave out the sum over rows, so that the site has one entry per row.",
             "scalar-in-plate",
         )
 

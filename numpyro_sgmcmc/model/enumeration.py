@@ -187,9 +187,9 @@ def compute_log_densities(
     result = funsor.optimizer.apply_optimizer(lazy_sum)
     if unknown := set(result.inputs) - {sites.plate}:
         raise InvalidModelError(
-            f"Site '{sites.names[0]}' is discrete, and its row has batch dimensions without a "
-            "plate.",
-            f"add a plate, or `.to_event` for dimensions of one value ({sorted(unknown)}).",
+            f"Site '{sites.names[0]}' is discrete, but its row has batch dimensions without a "
+            f"plate: {sorted(unknown)}.",
+            "add a plate for each of them, or `.to_event` if they belong to one value.",
             "enumeration-plates",
         )
     total = jnp.zeros((), jnp.result_type(float))
@@ -317,9 +317,9 @@ def check_rows_are_independent(
     for name, support in supports.items():
         if not np.array_equal(support, np.arange(support.size)):
             raise InvalidModelError(
-                f"Site '{name}' is discrete with states from {support.min()}, and NumPyro "
+                f"Site '{name}' is discrete with states from {support.min()}, but NumPyro "
                 "enumerates states from 0.",
-                f"let it begin at 0, and add {support.min()} to its value in the model.",
+                f"let its states begin at 0, and add {support.min()} to its value in the model.",
                 "enumeration-states",
             )
     for name, is_same in is_equal.items():
@@ -327,7 +327,7 @@ def check_rows_are_independent(
             raise InvalidModelError(
                 f"Site '{name}' uses the states of discrete sites of other rows of the plate "
                 f"'{sites.plate}'.",
-                "let each row use its own states only: combine dependent rows into one row.",
+                "let each row use its own states only, or combine dependent rows into one row.",
                 "enumeration-rows",
             )
 

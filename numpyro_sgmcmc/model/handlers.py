@@ -155,7 +155,7 @@ class localised(Messenger):
         if not is_dict:
             problem = f"`center` is {describe_value(center)}, which is not a dict of values by site"
         elif by_site.keys() != center.keys():
-            problem = f"`precision` has sites {sorted(by_site)}, and `center` {sorted(center)}"
+            problem = f"`precision` has sites {sorted(by_site)}, but `center` has {sorted(center)}"
         else:
             real = jnp.result_type(float)
             self.center, self.precision = (
@@ -169,7 +169,8 @@ class localised(Messenger):
         if problem:
             raise InvalidArgumentError(
                 f"{problem}.",
-                "pass values by site, such as guide.median(params), and a positive precision.",
+                "pass a dict of values by site, such as guide.median(params), and a positive "
+                "precision.",
                 "localised",
             )
         super().__init__(model)
@@ -182,11 +183,11 @@ class localised(Messenger):
         for name, x in self.center.items():
             gamma, shape = self.precision[name], shapes.get(name)
             if x.shape != shape or gamma.shape not in ((), shape):
-                found = "no site outside of subsampled plates" if shape is None else shape
+                found = "no such global site" if shape is None else f"shape {shape}"
                 raise InvalidArgumentError(
-                    f"`center` of '{name}' has shape {x.shape}, `precision` {gamma.shape}, and the "
-                    f"model {found}.",
-                    f"use sites and shapes of {shapes}.",
+                    f"For site '{name}', `center` has shape {x.shape}, `precision` has shape "
+                    f"{gamma.shape}, and the model has {found}.",
+                    f"use the sites and shapes of the model: {shapes}.",
                     "localised",
                 )
             terms.append((gamma * jnp.square(sites[name]["value"] - x)).sum())
@@ -309,7 +310,7 @@ class FullDataModel:
                 raise InvalidArgumentError(
                     f"The model on all rows would load {num_bytes / 1e9:.1f} GB of {host!r}.",
                     "use numpyro_sgmcmc.log_likelihood, numpyro_sgmcmc.posterior_predictive or "
-                    "numpyro_sgmcmc.to_arviz, which read the rows by chunks.",
+                    "numpyro_sgmcmc.to_arviz, which read the rows in chunks.",
                     "full-data-memory",
                 )
         if not isinstance(self.model, NumPyArgumentsModel):
@@ -322,9 +323,9 @@ class FullDataModel:
             # NumPyro raises a bare AssertionError for a site without a value and without a key.
             raise InvalidArgumentError(
                 "A latent site of the model has no value, and there is no random key to sample it.",
-                "collect_local_sites=True, so that draws hold latent sites inside the subsampled "
-                "plate; numpyro_sgmcmc.log_likelihood, which sums discrete ones out; or "
-                "az.from_numpyro(mcmc, log_likelihood=False).",
+                "pass collect_local_sites=True, so that draws have latent sites inside the "
+                "subsampled plate. Or use numpyro_sgmcmc.log_likelihood, which sums discrete sites "
+                "out, or az.from_numpyro(mcmc, log_likelihood=False).",
                 "missing-local-draws",
             ) from error
 

@@ -259,9 +259,9 @@ def _make_error(lookup: Lookup, values: np.ndarray) -> InvalidModelError:
     return InvalidModelError(
         f"The index {_describe_index(index)} is {value} in {len(wrong)} of {len(values)} places, "
         f"but the array that it indexes has size {last + 1}.",
-        f"code groups from 0 to {last}: shift codes that begin with 1, and leave out rows of code "
-        "-1 (of a missing level, in pandas.factorize) or give them a separate group. JAX reads "
-        "another entry in place of one that does not exist, without an error.",
+        f"code groups from 0 to {last}. Subtract 1 from codes that begin with 1. Leave out rows "
+        "with code -1 (a missing level in pandas.factorize), or give them a separate group. For an "
+        "index that is out of range, JAX reads another entry without an error.",
         "index-bounds",
     )
 
@@ -310,8 +310,8 @@ def _warn_codes_from_one(lookups: list[Lookup], values: Mapping[int, np.ndarray]
             f"The index {names} takes each value from 1 to {last} but never 0, and the array that "
             f"it indexes has size {last + 1}.",
             GroupCodesWarning,
-            "if the codes begin with 1, subtract 1: entry 0 is now a draw of the prior, and entry "
-            "k belongs to code k. If there are no rows of level 0, nothing is wrong.",
+            "if the codes begin with 1, subtract 1, because entry 0 now has no data, and entry k "
+            "belongs to code k. If level 0 exists but has no rows, ignore this warning.",
             "codes-from-one",
         )
 

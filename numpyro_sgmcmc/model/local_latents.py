@@ -117,7 +117,7 @@ def select_collected_sites(
         raise InvalidArgumentError(
             f"`collect_local_sites` names '{unknown[0]}', which is not latent inside the "
             "subsampled plate.",
-            f"name some of {sorted(local_names)}, or pass True for all.",
+            f"use names from {sorted(local_names)}, or pass True for all.",
             "collect-local-sites",
         )
     return tuple(collect_local_sites)

@@ -210,7 +210,7 @@ def init_local_values(
             index = np.flatnonzero(~is_inside)[0] if is_inside.ndim else 0
             outside = np.asarray(new_values).ravel()[index]
             raise InvalidArgumentError(
-                f"`gibbs_fn` returns {outside} for site '{name}', outside of its support, "
+                f"`gibbs_fn` returns {outside} for site '{name}', which is outside of its support, "
                 f"{support}.",
                 "return samples of the site given the other values.",
                 "gibbs-fn",

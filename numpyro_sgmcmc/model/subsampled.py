@@ -170,7 +170,7 @@ def _select_deterministics(model_trace: ModelTrace, potential: ModelPotential) -
         warn_user(
             f"Deterministic sites {dropped} depend on the minibatch and are left out of the draws.",
             DroppedSiteWarning,
-            "Predictive(kernel.model, mcmc.get_samples()) computes them for all rows.",
+            "compute them for all rows by Predictive(kernel.model, mcmc.get_samples()).",
             "dropped-deterministic-sites",
         )
     return frozenset(kept)
@@ -377,7 +377,7 @@ class ModelPotential(Potential):
                 return (
                     f": site '{name}' ({site_reasons[name]})",
                     f"keep the values of '{name}' that `gibbs_fn` samples off the boundary of the "
-                    "support, for example by jnp.clip: its density is not finite there, as at a "
+                    "support, for example by jnp.clip. The density is not finite there, as at a "
                     "proportion of exactly 0.",
                 )
         causes = [f"site '{name}' ({reason})" for name, reason in site_reasons.items()]
@@ -402,8 +402,8 @@ class ModelPotential(Potential):
         if not self.plates:
             return "", f"pass {other_init}."
         return "", (
-            "compute statistics of the rows, such as their standard deviation, before the run: a "
-            "model that divides by that of a minibatch may divide by zero. Or pass "
+            "compute statistics of the rows, such as their standard deviation, before the run. The "
+            "model may divide by that of a minibatch, which may be zero. Or pass "
             f"{other_init}."
         )
 
@@ -545,7 +545,7 @@ def get_model_potential(
         if "Reverse-mode differentiation does not work" in str(error):
             raise InvalidModelError(
                 "The model has a `lax.while_loop`, which has no gradient in reverse mode.",
-                "forward_mode_differentiation=True, or write the loop with `lax.scan`.",
+                "pass forward_mode_differentiation=True, or write the loop with `lax.scan`.",
                 "reverse-mode-loop",
             ) from error
         # Other failures occur again where the potential is used, and are reported there.

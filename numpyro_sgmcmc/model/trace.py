@@ -422,8 +422,8 @@ def translate_model_error(
     if (array := _find_whole_array(error)) is not None:
         return InvalidModelError(
             f"The model fails{line}: {array!r} is used as a whole.",
-            "index it by the indices of its plate, an integer array or a slice, pass it through "
-            "numpyro.subsample, or compute before the run what depends on all of its rows.",
+            "index it by the indices of its plate, an integer array or a slice, or pass it through "
+            "numpyro.subsample. Compute what depends on all of its rows before the run.",
             "host-array-index",
         )
     if str(error).startswith("Inside numpyro.plate"):
@@ -460,14 +460,14 @@ def translate_model_error(
     if is_concretization:
         names = model.describe_traced(arguments)
         large = (
-            f", and compute before the run what depends on {names} alone, which NumPy cannot use "
-            "in the model (rows on the host or over devices, or arrays of more than "
+            f". Compute what depends on {names} alone before the run: NumPy cannot use it in the "
+            "model (rows on the host or over devices, or arrays of more than "
             f"{MAX_CONSTANT_BYTES / 2**20:.0f} MB together)"
         )
         is_index = isinstance(error, _INDEX_ERRORS)
         tables = (
-            "; index a table or list that is no argument as `jnp.asarray(df.g.values)[i]`, or pass "
-            "its columns as arguments, by numpyro_sgmcmc.as_arrays(df)"
+            ". Index a table or list that is not an argument as `jnp.asarray(df.g.values)[i]`, or "
+            "pass its columns as arguments by numpyro_sgmcmc.as_arrays(df)"
         )
         return InvalidModelError(
             f"The model turns a traced array into a Python or NumPy value{line}.",
@@ -509,7 +509,7 @@ def translate_model_error(
         return error
     shapes = ", ".join(f"{n} {np.shape(x)}" for n, x in arguments.named_arrays(model))
     return InvalidModelError(
-        f"The model fails{line}, on all rows as well.",
+        f"The model fails{line}, even on all rows.",
         f"check the shapes of its arguments: {shapes or 'none of them is an array'}. ({reason})",
         "model-fails",
     )
@@ -563,14 +563,14 @@ def _find_non_arrays(name: str, x: Any) -> Iterable[tuple[str, str]]:
     elif isinstance(x, np.ndarray) and not is_array(x):
         yield (
             f"`{name}`, an array of type {x.dtype}",
-            f"pass an array of numbers as {name}; of strings the codes, such as "
-            f"numpy.unique({name}, return_inverse=True)[1]",
+            f"pass an array of numbers as {name} (for strings their codes, such as "
+            f"numpy.unique({name}, return_inverse=True)[1])",
         )
     elif hasattr(x, "__arrow_c_stream__") and hasattr(x, "columns"):
         yield (
             described,
-            f"pass arrays, numpyro_sgmcmc.as_arrays({name})[0]: columns of numbers, and codes of "
-            f"categories; or {name}.to_numpy(), if the model uses it as a matrix",
+            f"pass numpyro_sgmcmc.as_arrays({name})[0], arrays of numbers and of codes of "
+            f"categories, or {name}.to_numpy() if the model uses it as a matrix",
         )
     elif hasattr(x, "iloc"):
         yield described, f"pass {name}.to_numpy()"

@@ -47,8 +47,8 @@ _TOLERANCE_FLOAT32 = 1e-3
 _TOLERANCE_FLOAT64 = 1e-8
 
 _UNOBSERVED_SITE_FIX = (
-    "pass its data (is an argument None?), or take replicated data out of the model: "
-    "numpyro_sgmcmc.posterior_predictive and numpyro.infer.Predictive sample them."
+    "pass the data of the site (is an argument None?). If it replicates data, remove it from the "
+    "model; numpyro_sgmcmc.posterior_predictive and numpyro.infer.Predictive replicate data."
 )
 
 
@@ -93,7 +93,7 @@ def _check_local_sites(model_trace: ModelTrace) -> None:
         if len(site.plate_frames) > 1:
             listed = " and ".join(f"'{f.name}'" for f in site.plate_frames)
             raise InvalidModelError(
-                f"Site '{site.name}' has a latent value per pair of rows of the plates {listed}.",
+                f"Site '{site.name}' has a latent value for each pair of rows of {listed}.",
                 "give one of the plates no subsample_size, or integrate the site out.",
                 "local-latents-plates",
             )
@@ -112,7 +112,7 @@ def _check_local_sites(model_trace: ModelTrace) -> None:
     if gibbs.gibbs_fn is not None and name not in gibbs.site_names:
         raise InvalidArgumentError(
             f"Site '{name}' is latent inside the plate, but `gibbs_fn` does not sample it.",
-            "sample all latent sites of the plate by `gibbs_fn`, or none.",
+            "sample all latent sites of the plate by `gibbs_fn`, or none of them.",
             "gibbs-sites",
         )
     if len(plates) > 1:
@@ -123,9 +123,9 @@ def _check_local_sites(model_trace: ModelTrace) -> None:
         )
     if not any(s.is_observed and s.plate_frames for s in model_trace.sample_sites):
         raise InvalidModelError(
-            f"Site '{name}' is latent inside the plate '{next(iter(plates))}', without observed "
-            "data.",
-            "pass its data (is an argument None?), or move the site out of the plate.",
+            f"Site '{name}' is latent inside the plate '{next(iter(plates))}', which has no "
+            "observed data.",
+            "pass the plate's data (is an argument None?), or move the site out of the plate.",
             "unobserved-plate",
         )
 
@@ -143,8 +143,8 @@ def _check_enumerated_sites(model_trace: ModelTrace) -> None:
         if (site.is_enumerated or enumerated.plate in names) and names != [enumerated.plate]:
             listed = " and ".join(f"'{n}'" for n in sorted({enumerated.plate, *names}))
             raise InvalidModelError(
-                f"Site '{sites[0].name}' is discrete, and '{site.name}' is inside the subsampled "
-                f"plates {listed}.",
+                f"Site '{sites[0].name}' is discrete, but site '{site.name}' is inside the "
+                f"subsampled plates {listed}.",
                 "give one of the plates no subsample_size.",
                 "enumeration-plates",
             )
@@ -154,7 +154,7 @@ def _check_enumerated_sites(model_trace: ModelTrace) -> None:
     for site in sites:
         if not site.is_marked:
             warn_user(
-                f"Discrete site '{site.name}' is summed out, although it is not marked for it.",
+                f"Discrete site '{site.name}' is summed out, but not marked for enumeration.",
                 EnumerationWarning,
                 'mark it by infer={"enumerate": "parallel"}, which does not change the draws.',
                 "enumeration-mark",
@@ -179,8 +179,8 @@ def _check_global_sites(model_trace: ModelTrace) -> None:
     if model_trace.local_sites and not has_coordinates:
         raise InvalidModelError(
             "All latent sites of the model are inside the subsampled plate.",
-            "sample each row by itself, for example with NUTS: the rows have independent "
-            "posteriors, and minibatches save nothing.",
+            "sample each row by itself, for example with NUTS, because the rows have independent "
+            "posteriors and minibatches save nothing.",
             "only-local-latents",
         )
 
@@ -222,25 +222,25 @@ def _check_latent_site(model_trace: ModelTrace, site: SampleSite) -> None:
         return
     if site.support.is_discrete and site.is_local:
         raise InvalidModelError(
-            f"{described} is discrete, and its states cannot be enumerated.",
+            f"{described} is discrete, but its states cannot be enumerated.",
             f"sum it out of the likelihood, sample it by gibbs_fn=... and gibbs_sites="
-            f"['{site.name}'], or use a Categorical of the states that matter.",
+            f"['{site.name}'], or use a Categorical over the states that matter.",
             "discrete-site",
         )
     if site.is_enumerable and site.full_plates and not model_trace.plates:
         raise InvalidModelError(
-            f"{described} is discrete, in the plate '{site.full_plates[-1]}', which is not "
+            f"{described} is discrete and inside the plate '{site.full_plates[-1]}', which is not "
             "subsampled.",
-            "give the plate a subsample_size below its size, to sum the site out of each row; or "
-            "use NUTS, which sums it out on all rows.",
+            "give the plate a subsample_size below its size, so that the site is summed out of "
+            "each row, or use NUTS, which sums it out on all rows.",
             "discrete-site",
         )
     if site.support.is_discrete:
         raise InvalidModelError(
             f"{described} is discrete and has no gradient.",
             f"sample it by Gibbs([(DiscreteGibbs(kernel.model), ['{site.name}']), (kernel, None)]) "
-            "of numpyro.infer, or sum it out of the model by hand. (The log of a sum over its "
-            "states of products over rows is no sum over rows: minibatches are biased.)",
+            "of numpyro.infer, or sum it out of the model by hand. (It is not summed out here, "
+            "because the marginal log likelihood would not be additive over rows.)",
             "discrete-site",
         )
     if site.is_delta:
@@ -250,12 +250,13 @@ def _check_latent_site(model_trace: ModelTrace, site: SampleSite) -> None:
     if site.is_local and not is_fixed_support(site.support):
         raise InvalidModelError(
             f"{described} has bounds that are taken from data or from other sites.",
-            "rescale the site, for example a Uniform(0, 1) times its upper bound.",
+            "use a site with fixed bounds and rescale it, such as a Uniform(0, 1) site times an "
+            "upper bound.",
             "unsupported-support",
         )
     if site.unconstrained_shape is None:
         raise InvalidModelError(
-            f"{described} has support {site.support}, without a map to unconstrained space.",
+            f"{described} has support {site.support}, which has no map to unconstrained space.",
             f"reparametrise the site{', or sample it by gibbs_fn' if site.is_local else ''}.",
             "unsupported-support",
         )
@@ -271,8 +272,8 @@ def _check_observed_shape(site: SampleSite) -> None:
                 raise InvalidModelError(
                     f"Site '{site.name}' observes {num_rows} rows, but the minibatch of the plate "
                     f"'{frame.name}' has {frame.size}.",
-                    "index the data by the plate's indices; handlers.condition(model, data) takes "
-                    "a value for each row of the plate.",
+                    "index the data by the plate's indices. With handlers.condition(model, data), "
+                    "pass one value for each row of the plate.",
                     "data-not-indexed",
                 )
     try:
@@ -302,7 +303,7 @@ def _check_sharding(model_trace: ModelTrace) -> None:
         if not any(lookup.array is array for lookup in row_lookups):
             raise InvalidArgumentError(
                 f"{array!r} is not indexed by a subsampled plate's indices.",
-                "index it by them, or pass an array that all devices hold.",
+                "index it by these, or pass an array that all devices hold.",
                 "sharded-arrays",
             )
     if len({x.shards for x in arrays}) > 1:
@@ -318,9 +319,9 @@ def _check_sharding(model_trace: ModelTrace) -> None:
     for array, name in row_lookups:
         if not isinstance(array, ShardedArray):
             raise InvalidArgumentError(
-                f"The plate '{name}' indexes {array!r} and sharded arrays.",
-                "make all of its arrays ShardedArrays, or ShardedArray(HostArray(rows)) where rows "
-                "stay on the host.",
+                f"The plate '{name}' indexes sharded arrays and {array!r}, which is not sharded.",
+                "make all arrays of the plate ShardedArrays. If rows stay on the host, use "
+                "ShardedArray(HostArray(rows)).",
                 "sharded-arrays",
             )
     num_shards, min_rows = len(shards.rows_per_shard), min(shards.rows_per_shard)
@@ -328,27 +329,27 @@ def _check_sharding(model_trace: ModelTrace) -> None:
         plate, requested = model_trace.plates[name], model_trace.unsharded_plates[name]
         if plate.subsample_size_per_shard > min_rows:
             raise InvalidArgumentError(
-                f"Plate '{name}' has subsample_size={requested.subsample_size}, "
+                f"Plate '{name}' has subsample_size={requested.subsample_size}, which is "
                 f"{plate.subsample_size_per_shard} rows per device, but a device holds only "
-                f"{min_rows}.",
+                f"{min_rows} rows.",
                 f"use a subsample_size of at most {num_shards * min_rows}.",
                 "sharded-arrays",
             )
         if plate.subsample_size != requested.subsample_size:
             warn_user(
-                f"Plate '{name}' has subsample_size={requested.subsample_size}, not a multiple of "
-                f"{num_shards} devices.",
+                f"Plate '{name}' has subsample_size={requested.subsample_size}, which is not a "
+                f"multiple of the {num_shards} devices.",
                 ShardingWarning,
-                f"use subsample_size={plate.subsample_size}, which is used now: "
-                f"{plate.subsample_size_per_shard} rows per device.",
+                f"use subsample_size={plate.subsample_size}, the size of this run "
+                f"({plate.subsample_size_per_shard} rows per device).",
                 "uneven-shards",
             )
     if model_trace.local_sites:
         raise InvalidModelError(
             f"Site '{_first_local_site(model_trace)}' is latent inside the subsampled plate, whose "
             "rows are sharded.",
-            "pass arrays that all devices hold: local latent variables of sharded rows are not "
-            "supported.",
+            "pass arrays that all devices hold, because local latent variables of sharded rows are "
+            "not supported.",
             "sharded-arrays",
         )
 
@@ -387,10 +388,10 @@ def check_conditional_independence(
         ):
             names = " and ".join(f"'{n}'" for n in potential.local_names)
             raise InvalidModelError(
-                f"Site {names} is latent inside the plate '{plate.name}', but its rows are "
-                "dependent.",
-                "move the sites that use the values of other rows, or of all rows, into the plate "
-                "one row at a time, or give the plate no subsample_size.",
+                f"Site {names} is latent inside the plate '{plate.name}', but the rows of the "
+                "plate are dependent.",
+                "let only sites of the same row use the value of a row, or give the plate no "
+                "subsample_size.",
                 "dependent-rows",
             )
 

@@ -275,7 +275,7 @@ class SGMCMCKernel(MCMCKernel):
             if concrete.sharded_arrays and jax.sharding.get_abstract_mesh().manual_axes:
                 raise InvalidArgumentError(
                     "chain_method='parallel' needs a device per chain, but the data are sharded "
-                    "over them.",
+                    "over the devices.",
                     "use chain_method='vectorized'.",
                     "sharded-parallel-chains",
                 )
@@ -663,7 +663,7 @@ def full_gradients(
     """
     if potential.local_latents is not None:
         raise InvalidModelError(
-            f"Site '{potential.local_latents.names[0]}' is latent inside the subsampled plate: "
+            f"Site '{potential.local_latents.names[0]}' is latent inside the subsampled plate, so "
             "there is no full-data gradient.",
             "use `bias_report`, which averages gradients over the local latent variables.",
             "local-latents-gradient",
@@ -726,7 +726,7 @@ def _check_sites_of_gibbs_block(
     if options.collect_sites is not None:
         raise InvalidArgumentError(
             "`collect_sites` is not supported in a block of Gibbs.",
-            "leave it out, and pass extra_fields=['~z.site'] to `MCMC.run` for sites to leave out.",
+            "leave it out. To drop the draws of a site, pass extra_fields=['~z.site'] to MCMC.run.",
             "collect-sites",
         )
     local = potential.local_latents
@@ -734,7 +734,7 @@ def _check_sites_of_gibbs_block(
         return
     if missing := [name for name in local.names if name not in collected_sites.local]:
         raise InvalidArgumentError(
-            f"Site '{missing[0]}' is latent inside the subsampled plate, and Gibbs needs its "
+            f"Site '{missing[0]}' is latent inside the subsampled plate, but Gibbs needs its "
             "values.",
             "pass collect_local_sites=True, so that the other blocks get the values of all rows.",
             "gibbs-block-locals",

@@ -403,7 +403,7 @@ class RiemannianKernel(SGMCMCKernel):
             if not is_positive_definite(value):
                 raise InvalidArgumentError(
                     "`inverse_metric` is not positive definite at a typical position.",
-                    "return the square or the exponential of it, which is positive everywhere.",
+                    "return a function that is positive everywhere, such as an exponential.",
                     "inverse-metric",
                 )
 

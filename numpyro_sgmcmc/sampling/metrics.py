@@ -95,7 +95,7 @@ class ExpandedMean(Reparam):
             reason = f"has distribution {type(fn).__name__}" if obs is None else "is observed"
             raise InvalidModelError(
                 f"ExpandedMean cannot reparametrise site '{name}', which {reason}.",
-                "use it for latent sites with a Dirichlet distribution only.",
+                "use ExpandedMean only for latent sites with a Dirichlet distribution.",
                 "expanded-mean",
             )
         mirrored = self._wrap(MirroredGamma(fn.concentration).to_event(1), expand_shape, event_dim)
@@ -118,8 +118,8 @@ def expanded_mean(*names: str) -> Callable[[Mapping[str, Array]], dict[str, Any]
     """
     if not names or not all(isinstance(n, str) for n in names):
         raise InvalidArgumentError(
-            f"`names` of expanded_mean is {describe_value(names)}, which are not names of sites.",
-            "pass names of Dirichlet sites.",
+            f"`names` of expanded_mean is {describe_value(names)}, which has no site names.",
+            "pass the names of Dirichlet sites.",
             "expanded-mean",
         )
     name_by_mirrored_site = {n + _MIRRORED_SITE_SUFFIX: n for n in names}
@@ -129,7 +129,7 @@ def expanded_mean(*names: str) -> Callable[[Mapping[str, Array]], dict[str, Any]
             if site not in position:
                 raise InvalidArgumentError(
                     f"expanded_mean('{name}') needs the latent site '{site}', which is missing.",
-                    f"numpyro.handlers.reparam(model, config={{'{name}': ExpandedMean()}}).",
+                    f"use numpyro.handlers.reparam(model, config={{'{name}': ExpandedMean()}}).",
                     "expanded-mean",
                 )
         return {

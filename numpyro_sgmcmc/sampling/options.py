@@ -44,8 +44,8 @@ from numpyro_sgmcmc.sampling.schedules import first_step_size
 _MAX_DENSE_MASS_MATRIX_DIM = 100
 # Keywords of NUTS and of MCMC, and what to do in place of passing them to a kernel.
 _FIX_BY_FOREIGN_KEYWORD = {
-    "target_accept_prob": "leave it out: no proposal is rejected; `target_sd_bias` (default 0.05) "
-    "bounds the relative bias of SDs.",
+    "target_accept_prob": "leave it out, because no proposal is rejected. `target_sd_bias` bounds "
+    "the relative bias of SDs (default 0.05).",
     "batch_size": "set the subsample_size of the plate in the model.",
     **dict.fromkeys(("num_warmup", "num_samples", "num_chains"), "pass it to MCMC."),
 }
@@ -202,7 +202,7 @@ class Options:
             raise InvalidArgumentError(
                 "`gibbs_fn`, `collect_local_sites` and `collect_sites` are not supported with "
                 "`potential_fn`.",
-                "pass a model, or leave them out.",
+                "pass a model, or leave these options out.",
                 "gibbs-options",
             )
 
@@ -234,8 +234,8 @@ class Options:
             )
         if self.init_in_modes:
             raise InvalidArgumentError(
-                "`noise_compensation` and `init_in_modes` exclude each other.",
-                "leave out one of them; the gradient noise is measured in one mode alone.",
+                "`noise_compensation` does not support `init_in_modes`.",
+                "leave out one of them, because the gradient noise is measured in one mode alone.",
                 "noise-compensation-unsupported",
             )
 
@@ -319,14 +319,14 @@ class Options:
         if self.collect_sites is None and (self.running_quantiles or self.running_covariances):
             raise InvalidArgumentError(
                 "`running_quantiles` and `running_covariances` need `collect_sites`.",
-                "pass collect_sites, the sites whose draws are kept; or compute them from draws.",
+                "pass collect_sites, the sites whose draws are kept, or use the draws instead.",
                 "collect-sites",
             )
         if self.running_quantiles and callable(self.step_size):
             raise InvalidArgumentError(
                 "`running_quantiles` does not support a schedule of step sizes, which weights "
                 "draws.",
-                "leave it out, or use a constant step_size.",
+                "leave `running_quantiles` out, or use a constant step_size.",
                 "collect-sites",
             )
 
@@ -433,17 +433,17 @@ def build_potential_from_model(
     )
     _check_local_latents(potential, arguments, options)
     if not potential.plates and potential.dim:
-        exact = "" if potential.is_stochastic else "use NUTS, which has no bias; or "
+        exact = "" if potential.is_stochastic else "use NUTS, which has no bias, or "
         warn_user(
-            "The model has no subsampled plate (subsample_size below its size): every step "
+            "The model has no subsampled plate (subsample_size below its size), so every step "
             "computes the gradient on all data.",
             PlateWarning,
-            f"{exact}give the plate of the rows a subsample_size below its size, for example 100; "
-            "if it is an argument of the model, pass it to `run`.",
+            f"{exact}give the plate of the rows a subsample_size below its size, for example 100. "
+            "If subsample_size is an argument of the model, pass it to `run`.",
             "no-subsampled-plate",
         )
     is_resampled = not options.keep_locals
-    source = "keep_locals=False samples locals" if is_resampled else "it draws keys (prng_key)"
+    source = "keep_locals=False samples locals" if is_resampled else "the model uses prng_key"
     if potential.is_stochastic and "control_variate" in options.gradient_estimator:
         raise InvalidArgumentError(
             f"`gradient_estimator` is {options.gradient_estimator!r}, but the likelihood is "
@@ -453,8 +453,8 @@ def build_potential_from_model(
         )
     if options.forward_mode_differentiation and potential.local_names:
         raise InvalidArgumentError(
-            f"Site '{potential.local_names[0]}' is latent in the subsampled plate: no "
-            "forward_mode_differentiation.",
+            "`forward_mode_differentiation` does not support site "
+            f"'{potential.local_names[0]}', which is latent inside the subsampled plate.",
             "leave out `forward_mode_differentiation`.",
             "forward-mode-locals",
         )
@@ -477,7 +477,7 @@ def build_potential_from_model(
         if len(group) > 1:
             names = " and ".join(f"'{p.name}'" for p in group)
             raise InvalidModelError(
-                f"The subsampled plates {names} meet at one site: no `noise_compensation`.",
+                f"`noise_compensation` does not support a site in two subsampled plates: {names}.",
                 "leave out `noise_compensation`, or subsample one of the plates.",
                 "noise-compensation-unsupported",
             )
@@ -490,7 +490,7 @@ def _check_local_latents(potential: Potential, arguments: Arguments, options: Op
     if options.collect_local_sites and not names:
         raise InvalidArgumentError(
             "`collect_local_sites` needs latent sites inside a subsampled plate.",
-            "leave it out: the model has none.",
+            "leave `collect_local_sites` out, because the model has no such sites.",
             "collect-local-sites",
         )
     select_collected_sites(names, options.collect_local_sites)
@@ -501,13 +501,13 @@ def _check_local_latents(potential: Potential, arguments: Arguments, options: Op
     if potential.is_stochastic:
         raise InvalidModelError(
             f"{site}, but the model draws random keys (numpyro.prng_key).",
-            "make what they randomise a sample site, or integrate the site out.",
+            "write what the keys randomise as a sample site, or integrate the site out.",
             "local-latents-random",
         )
     if local is None:
         if arguments.host_arrays:
             raise InvalidArgumentError(
-                f"{site}, and each step would read all rows of a HostArray.",
+                f"{site}, so each step would read all rows of a HostArray.",
                 "pass arrays in memory, or sample the site by `gibbs_fn`.",
                 "local-latents-host-array",
             )
@@ -521,9 +521,9 @@ def _check_local_latents(potential: Potential, arguments: Arguments, options: Op
     cut_epochs = options.subsampling in ("shuffled", "palindrome")
     if cut_epochs and plate.size % plate.subsample_size:
         raise InvalidArgumentError(
-            f"{site}, but a minibatch between epochs may hold a row twice.",
+            f"{site}, but a minibatch across two epochs may hold a row twice.",
             "use subsampling='contiguous', or a subsample_size that divides "
-            f"{plate.size}, unlike {plate.subsample_size}.",
+            f"{plate.size} (it is {plate.subsample_size}).",
             "local-latents-subsampling",
         )
     if options.gradient_estimator == "second_order_control_variate":
@@ -562,9 +562,9 @@ def build_warmup_settings(
     max_dense_dim = FULL_MOMENTS_MAX_DIM if options.init_in_modes else _MAX_DENSE_MASS_MATRIX_DIM
     if options.init_in_modes and is_dense and potential.dim > max_dense_dim:
         raise InvalidArgumentError(
-            f"`dense_mass` with `init_in_modes` needs at most {max_dense_dim} parameters, not "
-            f"{potential.dim}.",
-            "leave out one of them.",
+            f"`dense_mass` with `init_in_modes` supports at most {max_dense_dim} parameters, but "
+            f"the model has {potential.dim}.",
+            "leave out `dense_mass` or `init_in_modes`.",
             "dense-mass-in-modes",
         )
     step_size = options.step_size

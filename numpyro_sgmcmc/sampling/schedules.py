@@ -167,7 +167,7 @@ def first_step_size(schedule: Any) -> float:
     for count, size in zip(_CHECKED_STEPS, step_sizes, strict=True):
         if not np.isfinite(size) or (size < 0 and count <= _LAST_NONNEGATIVE_STEP):
             raise InvalidArgumentError(
-                f"`step_size({count})` is {size}, which is no step size.",
+                f"`step_size({count})` is {size}, which is not a valid step size.",
                 "let the schedule return finite numbers that are not negative.",
                 "schedule-values",
             )
@@ -263,7 +263,7 @@ def systematic_resample(
     if not (weights.sum(1) > 0).all():
         raise InvalidArgumentError(
             f"`weights` of chain {int(np.argmin(weights.sum(1)))} are all zero.",
-            "leave this chain out, or run more draws than a cycle of the schedule explores.",
+            "leave this chain out, or run until the schedule has left its exploration.",
             "weights-values",
         )
     num = weights.shape[1] if num_draws is None else num_draws

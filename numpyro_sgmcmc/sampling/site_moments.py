@@ -57,8 +57,8 @@ class CollectedSites(NamedTuple):
         for option, chosen in named.items():
             if unknown := [name for name in chosen if name not in sites]:
                 raise InvalidArgumentError(
-                    f"`{option}` names '{unknown[0]}', which is not a site that draws can hold.",
-                    f"name some of {sites}.",
+                    f"`{option}` names '{unknown[0]}', which is not a site that draws can contain.",
+                    f"use names from {sites}.",
                     "collect-sites",
                 )
         without_draws = [n for n in sites if n not in options.collect_sites]

@@ -74,9 +74,9 @@ class SGMCMCState(NamedTuple):
 def _raise_not_available(field: str, state: SGMCMCState) -> None:
     """Raise the error for a field of NUTS in ``extra_fields``."""
     raise InvalidArgumentError(
-        f"The extra field '{field}' is not available: each draw would take a pass over all rows.",
-        "leave it out of `extra_fields`; numpyro.infer.util.log_density(kernel.model, ...) is the "
-        "log density of a draw.",
+        f"The extra field '{field}' is not available: it would take a pass over all rows per draw.",
+        "leave it out of `extra_fields`. numpyro.infer.util.log_density(kernel.model, ...) "
+        "computes the log density of a draw.",
         "extra-fields",
     )
 

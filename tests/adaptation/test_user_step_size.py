@@ -42,7 +42,7 @@ def warm_up(seed=0, kernel=SGHMCSplit, batch_size=BATCH, **options):
 
 
 def read_step_size(message):
-    return float(re.search(r"Fix: step_size=(\S+),", message)[1])
+    return float(re.search(r"Fix: use step_size=(\S+),", message)[1])
 
 
 @pytest.mark.slow

@@ -303,7 +303,7 @@ def test_targets_with_other_content_raise(tmp_path):
     run(ARRAYS, target)
     changed = {**ARRAYS, "n": ARRAYS["n"] + 1}
     for source, options in ((ARRAYS, {"seed": 1}), (changed, {}), (ARRAYS, {"columns": "n"})):
-        with pytest.raises(InvalidArgumentError, match="another source or other arguments"):
+        with pytest.raises(InvalidArgumentError, match="another source or with other arguments"):
             run(source, target, **options)
 
 

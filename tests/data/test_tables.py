@@ -141,12 +141,12 @@ BAD_FRAME = pandas.DataFrame(
     [
         ("x", (), "Column 'x' has (1 missing values|3 missing or infinite values)"),
         ("n", (), "Column 'n' has 1 missing values"),
-        ("big", (), "Column 'big' has integers beyond those of int32.*categories"),
+        ("big", (), "Column 'big' has integers beyond int32's range.*categories"),
         ("g", (), "Column 'g' has 1 missing levels"),
         ("city", "city", "Column 'city' has 1 missing levels"),
         ("city", (), "Column 'city' .*categories"),
         ("mixed", (), "Column 'mixed' has dtype object.*to_numeric"),
-        ("mixed", "mixed", "Column 'mixed' cannot be encoded"),
+        ("mixed", "mixed", "Column 'mixed' cannot be read"),
         ("when", (), "Column 'when' has type timestamp.*convert"),
         ("seconds", (), "Column 'seconds' has an SD of .* subtract"),
         ({"M": ["number", "fine"]}, (), "Column 'number' has an SD of .* subtract"),
@@ -280,8 +280,8 @@ def test_paths_without_tables_raise(tmp_path):
     parquet.write_table(pa.table({"x": pa.array([], pa.float64())}), tmp_path / "empty.parquet")
     (tmp_path / "folder").mkdir()
     for name, words in {
-        "absent.parquet": "absent.parquet' is no Parquet or Arrow file",
-        "folder": "folder' is no Parquet or Arrow file",
+        "absent.parquet": "absent.parquet' is neither a Parquet or Arrow file",
+        "folder": "folder' is neither a Parquet or Arrow file",
         "broken.parquet": "broken.parquet' cannot be opened",
         "empty.parquet": "empty.parquet' has no rows",
     }.items():

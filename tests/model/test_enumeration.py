@@ -511,7 +511,7 @@ FOUR_STATES = dist.Categorical(jnp.full(4, 0.25))
         (used_outside, "'total'.*states.*other rows"),
         (crossed, "'z'.*'y'.*'items' and 'rows'"),
         (not_subsampled, "'z'.*'rows', which is not subsampled.*give the plate a subsample_size"),
-        (global_state, "'z'.*discrete.*DiscreteGibbs.*by hand.*no sum over rows"),
+        (global_state, "'z'.*discrete.*DiscreteGibbs.*by hand.*not be additive"),
         (_with_states(lambda z: z, dist.Poisson(2.0)), "'z'.*cannot be enumerated.*gibbs_sites"),
         (_with_states(lambda z: z, dist.DiscreteUniform(1, 3)), "'z'.*from 1.*add 1"),
         (_with_states(lambda z: z, infer={"enumerate": "sequential"}), "'z'.*cannot be enumerated"),

@@ -378,7 +378,7 @@ def survey_potential():
         (RecipeKernel, {**RECIPE, "curl": lambda z: jnp.ones((z.size, z.size))}, "curl.*skew"),
         (RecipeKernel, {**RECIPE, "hamiltonian": lambda z: z}, "hamiltonian.*scalar"),
         (RecipeKernel, {**RECIPE, "auxiliary": lambda key, d: jnp.ones(d**3)}, "auxiliary"),
-        (RecipeKernel, WITHOUT_AUXILIARY, "0 by `auxiliary`"),
+        (RecipeKernel, WITHOUT_AUXILIARY, "0 auxiliary variables"),
         (RecipeKernel, {**RECIPE, "auxiliary": lambda key: jnp.ones(3)}, "auxiliary"),
         (RecipeKernel, {**RECIPE, "auxiliary": lambda key, d: jnp.ones((d, 1))}, "auxiliary.*flat"),
         (
