@@ -269,7 +269,7 @@ def describe_other_modes(
         coverage = "A mode's share of the draws depends on where chains start, not on its mass."
     modes = f"{num} other mode{plural} with about {percent:.0f}% of the mass"
     message = format_message(
-        f"The posterior has {'a continuum of modes' if rotated else modes}, {difference}.",
+        f"The posterior has {'a continuum of modes' if rotated else modes}, with {difference}.",
         f"{fix} {coverage}",
         "multimodal",
     )

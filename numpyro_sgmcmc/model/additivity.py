@@ -93,8 +93,8 @@ def check_factorises_over_plates(model_trace: ModelTrace) -> dict[str, tuple[str
             raise InvalidModelError(
                 f"The model runs on {p.subsample_size} rows of the plate '{p.name}', but not on "
                 f"{p.subsample_size + 1}.",
-                "index every array with one entry per row by the plate's indices i, and write "
-                f"len(i) as their number{find_user_source_line(error)}. ({summarise_error(error)})",
+                "index every array with one entry per row by the plate's indices i, and write their "
+                f"number as len(i){find_user_source_line(error)}. ({summarise_error(error)})",
                 "minibatch-indexing",
             ) from error
         for name, layout in layouts_of_minibatch.items():
