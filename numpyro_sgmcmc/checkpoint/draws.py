@@ -23,14 +23,14 @@ _MAX_CHUNK_BYTES = 2**24
 def open_draws(folder: str | Path) -> Any:
     """Open the draws of a checkpointed run as an ArviZ object that reads values on access.
 
-    While the run goes on, these are the draws up to its last checkpoint.
+    While the run goes on, the object has the draws up to the last checkpoint.
 
-    :param folder: the run's ``checkpoint``.
-    :return: :class:`arviz.InferenceData` for ArviZ 0.x, :class:`xarray.DataTree` for 1.x, with the
-        groups ``posterior`` (unless ``keep_draws=False``) and ``sample_stats``, of dimensions
-        ``(chain, draw, ...)``.
-    :raises FileNotFoundError: where the folder holds no run.
-    :raises ImportError: without ArviZ or Zarr.
+    :param folder: folder that the run has as ``checkpoint``.
+    :return: :class:`arviz.InferenceData` for ArviZ 0.x, :class:`xarray.DataTree` for 1.x. Its
+        groups are ``posterior`` (unless ``keep_draws=False``) and ``sample_stats``, with the
+        dimensions ``(chain, draw, ...)``.
+    :raises FileNotFoundError: if the folder holds no run.
+    :raises ImportError: if ArviZ or Zarr is not installed.
     """
     _import_zarr()
     arviz = errors.import_optional("arviz", "`open_draws`", "arviz")

@@ -58,25 +58,25 @@ _DEFAULT_NUM_SEGMENTS = 20
 class CheckpointedMCMC(MCMC):
     """``MCMC`` that stores its state and draws on disk as it runs, and can be resumed.
 
-    A run that was killed, at any time, and resumed gives the same draws, state, diagnostics and
-    running moments as an uninterrupted one, bitwise, on the same machine with the same versions.
-    If chains are ``"sequential"`` or ``"vectorized"``, ``MCMC.run`` with the same key gives the
-    same draws.
+    A run can be killed at any time. After :meth:`resume` its draws, state, diagnostics and running
+    moments are bitwise those of an uninterrupted run on the same machine with the same versions.
+    With ``chain_method`` ``"sequential"`` or ``"vectorized"``, ``MCMC.run`` with the same key gives
+    the same draws.
 
-    Ctrl-C stops a run at the next draw, with a warning, a checkpoint and a normal return. A second
-    Ctrl-C raises ``KeyboardInterrupt`` at once; the draws up to the last checkpoint are stored.
+    Ctrl-C stops a run at the next draw. The run then writes a checkpoint, warns and returns. A
+    second Ctrl-C raises ``KeyboardInterrupt`` at once; draws up to the last checkpoint are stored.
 
     :param sampler: a kernel of this package.
-    :param num_warmup: as for ``MCMC``, like all parameters that are not listed here.
-    :param num_samples: draws per chain, before thinning.
-    :param checkpoint: folder of the run, which need not exist. Only one run may use it at a time;
-        processes that share rows use the same folder.
-    :param checkpoint_every: draws per chain between checkpoints, after thinning; in warm-up, the
-        iterations of as many draws. These draws are in memory. Default None: a twentieth of the
-        draws.
-    :param keep_draws: whether to store the draws of the sites. If False, there are only
-        :meth:`running_mean` and :meth:`running_variance`; fields such as ``diverging`` are stored
-        all the same. Default True.
+    :param num_warmup: number of warm-up iterations. It and all parameters that are not listed here
+        are those of ``MCMC``.
+    :param num_samples: number of draws per chain, before thinning.
+    :param checkpoint: folder of the run, which need not exist. Only one run may use it at a time.
+        Processes that share rows use the same folder.
+    :param checkpoint_every: number of draws per chain, after thinning, between two checkpoints. In
+        warm-up, a checkpoint follows the iterations of as many draws. These draws are in memory.
+        Default None: a twentieth of the draws.
+    :param keep_draws: whether to store the draws of the sites. If False, only :meth:`running_mean`,
+        :meth:`running_variance` and fields such as ``diverging`` are stored. Default True.
     :raises ValueError: for a kernel that is not of this package, or an argument out of range.
 
     .. code-block:: python
@@ -165,11 +165,11 @@ class CheckpointedMCMC(MCMC):
     ) -> None:
         """Run from the start, as ``MCMC.run`` does, in a folder that holds no run yet.
 
-        The first checkpoint follows the part of the warm-up that all chains share. A run that was
-        killed before has to be run again.
+        The parameters are those of ``MCMC.run``. The first checkpoint follows the part of the
+        warm-up that all chains share. A run that was killed before it has to be run again.
 
-        :raises FileExistsError: where the folder holds a run.
-        :raises RuntimeError: where a checkpoint cannot be written, for example on a full disk, or
+        :raises FileExistsError: if the folder holds a run.
+        :raises RuntimeError: if a checkpoint cannot be written, for example on a full disk, or
             another process uses the folder.
         """
         with self._lock_run_folder("run", args, kwargs):
@@ -214,15 +214,15 @@ class CheckpointedMCMC(MCMC):
     def resume(self, *args: Any, **kwargs: Any) -> None:
         """Continue the run in the folder, or read it if it is complete.
 
-        The iteration it continues from is printed on standard error.
+        A line on standard error states the iteration from which the run continues.
 
-        :param args: the model's positional arguments, as in :meth:`run`: data are not stored.
-        :param kwargs: its keyword arguments.
-        :raises FileNotFoundError: where the folder holds no run.
-        :raises ValueError: where kernel, settings, model, data or versions are not those of the
-            run, naming what differs, or where it was stored in another format.
-        :raises RuntimeError: where no checkpoint can be read, or none can be written, or another
-            process uses the folder.
+        :param args: the model's positional arguments, as in :meth:`run`, since data are not stored.
+        :param kwargs: the model's keyword arguments.
+        :raises FileNotFoundError: if the folder holds no run.
+        :raises ValueError: if kernel, settings, model, data or versions differ from those of the
+            run, which the message names, or if the run was stored in another format.
+        :raises RuntimeError: if no checkpoint can be read, none can be written, or another process
+            uses the folder.
         """
         with self._lock_run_folder("resume", args, kwargs):
             group = self._process_group
@@ -254,25 +254,27 @@ class CheckpointedMCMC(MCMC):
             self._run_remaining_segments(chains)
 
     def running_mean(self, group_by_chain: bool = False) -> Any:
-        """Return the mean of the draws so far, weighted where the step size is a schedule; float64.
+        """Return the mean of the draws so far, in float64.
 
-        :param group_by_chain: whether to return the mean of each chain, with a leading axis, and
-            not that of all chains together. Default False.
-        :return: a dict by site, of constrained values.
+        The draws are weighted if the step size is a schedule.
+
+        :param group_by_chain: whether to return the mean of each chain, with a leading axis, in
+            place of the mean over all chains. Default False.
+        :return: a dict of means by site, of constrained values.
         """
         return self._running_moments.mean_and_variance(group_by_chain)[0]
 
     def running_variance(self, group_by_chain: bool = False) -> Any:
-        """Return the variance of the draws so far, with ddof=0; see :meth:`running_mean`."""
+        """Return the variance of the draws so far (ddof=0), in the form of :meth:`running_mean`."""
         return self._running_moments.mean_and_variance(group_by_chain)[1]
 
     def get_samples(self, group_by_chain: bool = False) -> Any:
-        """Return the draws so far, read from disk at the first call; see :func:`open_draws`."""
+        """Return the draws so far, as ``MCMC`` does. The first call reads them from disk."""
         self._check_draws("get_samples")
         return super().get_samples(group_by_chain)
 
     def print_summary(self, prob: float = 0.9, exclude_deterministic: bool = True) -> None:
-        """Print the summary of ``MCMC.print_summary``."""
+        """Print the summary of the draws so far, as ``MCMC.print_summary`` does."""
         self._check_draws("print_summary")
         super().print_summary(prob, exclude_deterministic)
 

@@ -235,22 +235,21 @@ def _begins_with_npy_header(rows: np.memmap) -> bool:
 class HostArray(RowArray):
     """Rows that stay on disk or on the host until a minibatch needs them.
 
-    Pass it to ``mcmc.run`` in place of the array; the model does not change. The model may use
+    Pass a HostArray to ``mcmc.run`` in place of the array. The model does not change. It may use
     ``X.shape``, index the rows by a plate's indices (``X[i]``, ``X[i, 0]``), or call
-    ``numpyro.subsample(X, event_dim=...)``. It cannot use the whole array, which is never in
-    memory. Rows are read one block of iterations ahead, on a separate thread, while the chain
-    computes on the block before; passes of the warm-up over all data read chunks. With the same key
-    and settings, the draws are those of the same rows in memory; the warm-up may choose other
-    settings for rows on the host.
+    ``numpyro.subsample(X, event_dim=...)``. It cannot use the array as a whole, which is never in
+    memory. While a chain computes a block of iterations, another thread reads the rows of the next
+    block. The warm-up reads all data in chunks. With the same key and settings, the draws are those
+    of the same rows in memory, but the warm-up may choose other settings for rows on the host.
 
     Two HostArrays are equal only if they are the same object.
 
-    :param source: anything with ``shape``, ``dtype`` and indexing by an integer array along the
-        first axis: ``numpy.memmap``, an ``h5py.Dataset``, a Zarr array, or a reader class. Shape
-        ``(N, ...)``; integers, floats or booleans.
+    :param source: an object of shape ``(N, ...)`` with ``shape``, ``dtype`` and indexing by an
+        integer array along the first axis, such as ``numpy.memmap``, an ``h5py.Dataset``, a Zarr
+        array, or a reader class. Its values are integers, floats or booleans.
     :param name: name in messages. Default: the source's file or name, if it has one.
-    :param sort: whether rows must be requested in increasing order and once each, as h5py requires.
-        Default: only for h5py.
+    :param sort: whether to request rows in increasing order and once each, as h5py requires.
+        Default: True for h5py, False for other sources.
     :raises ValueError: for a source without rows, or of another type.
 
     .. doctest::
@@ -345,16 +344,18 @@ class HostArray(RowArray):
     ) -> HostArray:
         """Return columns of Parquet or Arrow (Feather) files. Needs the extra ``parquet``.
 
-        A row group is decoded as a whole, so that random rows are slow to read:
-        :func:`shuffle_rows` writes a copy from which they are read fast. Columns are converted as
-        by :func:`as_arrays`, with the same codes in all files; :attr:`levels` has their levels.
+        A row group is decoded as a whole, so that random rows are slow to read.
+        :func:`shuffle_rows` writes a copy from which random minibatches are read fast. Columns are
+        converted as by :func:`as_arrays`, with the same codes in all files. The attribute
+        ``levels`` has the levels of categorical columns.
 
-        :param path: file, list of files, or folder, whose files are read in the order of their
-            names; folders such as ``year=2020`` become a column.
-        :param columns: a column, or a list of columns, which are those of a matrix. Default: all.
+        :param path: file, list of files, or folder. The files of a folder are read in the order of
+            their names. Folders with names such as ``year=2020`` become a column ``year``.
+        :param columns: name of a column, or names of the columns of a matrix. Default: all columns.
         :param categories: columns of strings or identifiers to encode, with sorted levels.
         :param name: name in messages. Default: the path.
-        :param cache_bytes: bytes of decoded row groups that stay in memory; one stays in any case.
+        :param cache_bytes: bytes of decoded row groups that stay in memory, at least one group.
+        :return: an array of shape ``(N,)`` for one column, ``(N, k)`` for k columns.
         :raises ValueError: for columns that do not exist, have missing values, or cannot be
             converted.
         """

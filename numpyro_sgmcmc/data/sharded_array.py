@@ -117,29 +117,29 @@ class Shards(NamedTuple):
 
 @jax.tree_util.register_pytree_node_class
 class ShardedArray(RowArray):
-    """Rows sharded over devices, for ``mcmc.run`` in place of the array; the model does not change.
+    """Rows that are sharded over devices.
 
-    The model may use ``X.shape``, which is that of all rows, index the rows by a plate's indices
-    (``X[i]``, ``X[i, 0]``), or call ``numpyro.subsample(X, event_dim=...)``. Every device samples
-    its part of a minibatch and computes the likelihood where the rows are; the gradient is one sum
-    over the devices. A ``jax.Array`` that is sharded by rows is converted to a
-    :class:`ShardedArray`.
+    Pass a ShardedArray to ``mcmc.run`` in place of the array. The model does not change. It may use
+    ``X.shape``, which is that of all rows, index the rows by a plate's indices (``X[i]``,
+    ``X[i, 0]``), or call ``numpyro.subsample(X, event_dim=...)``. Every device samples its part of
+    a minibatch and computes the likelihood of its rows. The gradient is the sum over the devices.
+    ``mcmc.run`` converts a ``jax.Array`` that is sharded by rows to a :class:`ShardedArray`.
 
-    With several processes (``jax.distributed``), each passes the rows that it has, and all run the
-    same program.
+    With several processes (``jax.distributed``), each process passes the rows that it has, and all
+    processes run the same program.
 
-    :param rows: rows of this process, shape ``(n, ...)``: a NumPy or JAX array, or anything with
-        ``shape`` and slices, which is copied to the devices; or a :class:`HostArray`, whose rows
-        are read for each device when it needs them. The order of the rows is that of the devices
-        along the axis.
-    :param mesh: the devices. Default: all of them along one axis, "rows". A single process
-        distributes its chains along a second axis, if their number is a multiple of its length.
+    :param rows: rows of this process, shape ``(n, ...)``, in the order of the devices along the
+        axis. A NumPy or JAX array, or an object with ``shape`` and slices, is copied to the
+        devices. The rows of a :class:`HostArray` are read when a device needs them.
+    :param mesh: the devices. Default: all devices along one axis, "rows". A single process
+        distributes its chains along a second axis of the mesh, if the number of chains is a
+        multiple of the length of that axis.
     :param axis: mesh axis (or tuple of axes) over which the rows are sharded. Default: the first.
     :param counts: number of rows for each of this process's devices along the axis. Default: as
         equal as possible.
     :param name: name in messages.
-    :raises ValueError: for rows, counts or an axis that do not fit, values that are masked, missing
-        or infinite, or processes whose rows have different shapes.
+    :raises ValueError: for rows, counts or an axis that do not fit each other, for values that are
+        masked, missing or infinite, or if the rows of processes have different shapes.
 
     .. doctest::
 

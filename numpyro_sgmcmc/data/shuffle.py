@@ -48,25 +48,26 @@ def shuffle_rows(
     max_memory_bytes: int = 2**30,
     progress_bar: bool = True,
 ) -> Table:
-    """Write the rows of a table to disk in random order, once, and open them.
+    """Write the rows of a table to disk once, in random order, and open the written rows.
 
-    Contiguous minibatches of shuffled rows are random minibatches and are read fast. The order is a
-    uniformly distributed permutation. The same source and seed give the same files. If the process
-    is killed, the same call resumes the work; if the files are complete, it opens them.
+    Contiguous minibatches of shuffled rows are random minibatches, and are read fast. The order is
+    a uniformly distributed permutation. The same source and seed give the same files. If the
+    process is killed, the same call resumes the work. If the files are complete, it opens them.
 
     :param source: Parquet or Arrow files (as in :meth:`HostArray.from_parquet`); an npy file or a
         folder of them; a Zarr array or group; or a dict of arrays that :class:`HostArray` reads.
-    :param target: new or empty folder, for one npy file per array. Disk space is needed for two
-        copies of the rows, and 8 bytes per row.
-    :param columns: columns as in :func:`as_arrays`; names of arrays for other sources.
-    :param categories: columns of files to encode, as in :func:`as_arrays`.
-    :param seed: seed of the permutation.
-    :param max_memory_bytes: bytes of rows in memory, beside the buffers of the reader.
-    :param progress_bar: whether to show a progress bar.
-    :return: a pair ``arrays, levels`` as of :func:`open_rows`.
+    :param target: new or empty folder, for one npy file per array. The disk needs space for two
+        copies of the rows and for 8 bytes per row.
+    :param columns: columns as in :func:`as_arrays`, or the names of arrays. Default: all.
+    :param categories: columns of files to encode, as in :func:`as_arrays`. Default: none.
+    :param seed: seed of the permutation, an integer that is not negative. Default 0.
+    :param max_memory_bytes: largest number of bytes of rows in memory, in addition to the buffers
+        of the reader. Default 2**30.
+    :param progress_bar: whether to show a progress bar. Default True.
+    :return: the pair ``arrays, levels`` of :func:`open_rows`.
     :raises ValueError: before the work begins, for columns that cannot be used, for a target with
         other files, and for too little memory or disk space.
-    :raises RuntimeError: where a value is not finite or the source cannot be read.
+    :raises RuntimeError: if a value is not finite or the source cannot be read.
     """
     check_positive_int("max_memory_bytes", max_memory_bytes)
     if not isinstance(seed, (int, np.integer)) or isinstance(seed, bool) or seed < 0:
@@ -103,9 +104,9 @@ def open_rows(target: str | os.PathLike) -> Table:
     """Open the rows that :func:`shuffle_rows` has written.
 
     :param target: folder of the files.
-    :return: a pair ``arrays, levels``: a dict of :class:`HostArray`, and a dict of the levels of
-        categorical columns.
-    :raises ValueError: where there are no such files, or they are not complete.
+    :return: a pair ``arrays, levels``: a dict of :class:`HostArray` by name, and a dict of the
+        levels of each categorical column.
+    :raises ValueError: if there are no such files, or they are not complete.
     """
     folder = Path(target)
     is_unfinished = (folder / _WORK_FOLDER).exists()

@@ -32,7 +32,7 @@ class Table(NamedTuple):
     """Arrays by name, and the levels of categorical columns.
 
     - **arrays** - NumPy arrays, or :class:`HostArray` for data on disk.
-    - **levels** - levels by name of the column: ``levels["city"][code]`` is the city of a code.
+    - **levels** - levels by name of the column. ``levels["city"][code]`` is the city of a code.
     """
 
     arrays: dict[str, Any]
@@ -48,19 +48,20 @@ def as_arrays(
 ) -> Table:
     """Return columns of a data frame as NumPy arrays that a model can use.
 
-    Floats become ``float32``, integers and booleans ``int32`` (64 bits with ``jax_enable_x64``),
-    and categorical columns ``int32`` codes from 0. Needs the extra ``parquet``.
+    Floats become ``float32``, integers and booleans become ``int32``, and categorical columns
+    become ``int32`` codes from 0. With ``jax_enable_x64``, columns of 64 bits keep their precision.
+    Needs the extra ``parquet``.
 
     :param frame: pandas or polars data frame, or ``pyarrow.Table``.
-    :param columns: names of columns; or a dict from the names of arrays to a column each, or to a
-        list of columns that become the columns of a matrix. Default: all columns.
+    :param columns: names of columns, which are also those of the arrays; or a dict from the name of
+        each array to one column, or to a list of columns for a matrix. Default: all columns.
     :param categories: columns of strings or identifiers to encode, with sorted levels. Categorical
-        columns are encoded in any case, and keep their levels and the order of these.
-    :param levels: levels by column, in the order of their codes, of columns to encode by these:
-        for new rows those that the call for the fit returned.
+        columns are always encoded, and keep their levels in their order. Default: none.
+    :param levels: dict from columns to the levels by which to encode them, in the order of the
+        codes. For new rows, pass the levels that the call for the fit returned. Default: none.
     :return: a pair ``arrays, levels``.
-    :raises ValueError: for columns that do not exist, have missing or infinite values or values
-        that are not among the ``levels``, or cannot be converted.
+    :raises ValueError: for columns that do not exist or cannot be converted, and for values that
+        are missing, infinite, or not among the ``levels``.
 
     .. doctest::
 

@@ -46,8 +46,9 @@ class LooDifference(NamedTuple):
     """The difference in predictive density of two models, ``loo(one) - loo(another)``.
 
     - **elpd** - difference of the expected log pointwise predictive densities of all rows.
-    - **se** - its standard error if rows are a sample from a population, from differences by row.
-    - **subsampling_se** - its standard error from evaluating a subset of the rows.
+    - **se** - standard error of ``elpd``, estimated from the differences at the rows, if the rows
+      are a sample from a population.
+    - **subsampling_se** - standard error of ``elpd`` from evaluating a subset of the rows.
     """
 
     elpd: float
@@ -62,17 +63,20 @@ class LooDifference(NamedTuple):
 
 
 class LooEstimate(NamedTuple):
-    """The LOO estimate of one model. Two at the same rows can be subtracted.
+    """The leave-one-out (LOO) estimate of one model.
 
-    - **elpd** - expected log pointwise predictive density of all rows, each left out.
-    - **se** - its standard error if rows are a sample from a population, as in ArviZ.
-    - **subsampling_se** - its standard error from evaluating a subset of the rows; NaN for one row.
+    Two estimates at the same rows can be subtracted (:class:`LooDifference`).
+
+    - **elpd** - expected log pointwise predictive density: the sum over all rows, each left out.
+    - **se** - standard error of ``elpd`` if the rows are a sample from a population, as in ArviZ.
+    - **subsampling_se** - standard error of ``elpd`` from evaluating a subset of the rows; NaN if
+      only one row was evaluated.
     - **p_loo** - effective number of parameters.
-    - **pareto_k** - Pareto k of the evaluated rows, shape ``(m,)``; a row's elpd is unreliable
-      above 0.7.
+    - **pareto_k** - Pareto k of the evaluated rows, shape ``(m,)``. Above 0.7, the elpd of a row is
+      unreliable.
     - **indices** - indices of the evaluated rows, shape ``(m,)``.
-    - **elpd_i** - their elpd, shape ``(m,)``.
-    - **plpd_i** - their log likelihoods at the posterior mean, shape ``(m,)``.
+    - **elpd_i** - elpd of the evaluated rows, shape ``(m,)``.
+    - **plpd_i** - log likelihoods of these rows at the posterior mean, shape ``(m,)``.
     - **num_rows** - number of all rows, N.
     """
 
@@ -119,17 +123,18 @@ class LooEstimate(NamedTuple):
 def to_arviz(mcmc: MCMC, log_likelihood: Any = False, seed: int = 0) -> Any:
     """Return a run as an ArviZ object, for ArviZ 0.23 and 1.x.
 
-    It has the draws, the fields of ``extra_fields``, the observed data where they are in memory,
-    and on request the log likelihood, evaluated by chunks of rows: only the result is in memory,
-    one number per draw and row.
+    The object has the draws, the fields of ``extra_fields``, the observed data (unless data are on
+    the host) and, on request, the log likelihood. The latter is evaluated in chunks of rows, so
+    that only the result is in memory, one number per draw and row.
 
     :param mcmc: a run of one of this package's kernels.
-    :param log_likelihood: False (default), True for all rows, a number of random rows, or indices
-        of rows, shape ``(n,)``. The indices are the coordinate of the plate.
-    :param seed: seed of the random rows.
+    :param log_likelihood: rows of the log likelihood: False for none (default), True for all, a
+        number of random rows, or an array of indices, shape ``(n,)``. The rows' indices are the
+        coordinate of the plate.
+    :param seed: seed of the random rows, an integer. Default 0.
     :return: :class:`arviz.InferenceData` for ArviZ 0.x, :class:`xarray.DataTree` for 1.x.
     :raises ValueError: for a run of another kernel or before a run, and indices out of range.
-    :raises ImportError: without ArviZ.
+    :raises ImportError: if ArviZ is not installed.
     """
     check_finished_run(mcmc, "to_arviz", uses_moments=False)
     data = _convert_draws(mcmc)
@@ -165,19 +170,19 @@ def to_arviz(mcmc: MCMC, log_likelihood: Any = False, seed: int = 0) -> Any:
 
 
 def loo(mcmc: MCMC, num_rows: int = 1000, seed: int = 0) -> LooEstimate:
-    """Estimate leave-one-out cross-validation by PSIS at a random subset of the rows.
+    """Estimate leave-one-out (LOO) cross-validation at a random subset of the rows.
 
-    It costs one pass over the data, and the log likelihoods of all draws at ``num_rows`` rows. For
-    two models, ``loo(one) - loo(another)`` with the same ``num_rows`` and ``seed`` estimates the
-    difference over all rows, with its standard errors.
+    The method is Pareto-smoothed importance sampling. It evaluates all rows at the posterior mean,
+    and ``num_rows`` rows at all draws. To compare two models, subtract their estimates for the same
+    ``num_rows`` and ``seed``: ``loo(one) - loo(another)`` estimates the difference over all rows.
 
-    :param mcmc: a run of one of this package's kernels on a model with one subsampled plate, inside
-        of which one site is observed, with one value per row.
-    :param num_rows: rows to evaluate; all, if there are fewer. Default 1000.
-    :param seed: seed of the random rows.
+    :param mcmc: a run of one of this package's kernels. Its model has one subsampled plate with one
+        observed site, which has one value per row.
+    :param num_rows: number of rows to evaluate, or all rows if there are fewer. Default 1000.
+    :param seed: seed of the random rows, an integer. Default 0.
     :return: the estimate of the expected log predictive density, with both standard errors.
     :raises ValueError: for a run of another kernel, of another model, or before a run.
-    :raises ImportError: without ArviZ.
+    :raises ImportError: if ArviZ is not installed.
     """
     num_all = get_subsampled_plate(mcmc, "loo").size
     errors.check_positive_int("num_rows", num_rows)

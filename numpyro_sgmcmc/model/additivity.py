@@ -93,7 +93,7 @@ def check_factorises_over_plates(model_trace: ModelTrace) -> dict[str, tuple[str
             raise InvalidModelError(
                 f"The model runs on {p.subsample_size} rows of the plate '{p.name}', but not on "
                 f"{p.subsample_size + 1}.",
-                "index every array with one entry per row by the plate's indices i, and write their "
+                "index every array with an entry per row by the plate's indices i, and write their "
                 f"number as len(i){find_user_source_line(error)}. ({summarise_error(error)})",
                 "minibatch-indexing",
             ) from error
