@@ -254,9 +254,7 @@ class CheckpointedMCMC(MCMC):
             self._run_remaining_segments(chains)
 
     def running_mean(self, group_by_chain: bool = False) -> Any:
-        """Return the mean of the draws so far, in float64.
-
-        The draws are weighted if the step size is a schedule.
+        """Return the mean of the draws so far, in float64; weighted if the step size is a schedule.
 
         :param group_by_chain: whether to return the mean of each chain, with a leading axis, in
             place of the mean over all chains. Default False.

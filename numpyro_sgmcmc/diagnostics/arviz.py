@@ -46,9 +46,8 @@ class LooDifference(NamedTuple):
     """The difference in predictive density of two models, ``loo(one) - loo(another)``.
 
     - **elpd** - difference of the expected log pointwise predictive densities of all rows.
-    - **se** - standard error of ``elpd``, estimated from the differences at the rows, if the rows
-      are a sample from a population.
-    - **subsampling_se** - standard error of ``elpd`` from evaluating a subset of the rows.
+    - **se** - standard error from differences by row, if the rows are a sample from a population.
+    - **subsampling_se** - standard error from evaluating a subset of the rows.
     """
 
     elpd: float
@@ -63,14 +62,11 @@ class LooDifference(NamedTuple):
 
 
 class LooEstimate(NamedTuple):
-    """The leave-one-out (LOO) estimate of one model.
-
-    Two estimates at the same rows can be subtracted (:class:`LooDifference`).
+    """Leave-one-out (LOO) estimate of a model. Estimates at the same rows can be subtracted.
 
     - **elpd** - expected log pointwise predictive density: the sum over all rows, each left out.
     - **se** - standard error of ``elpd`` if the rows are a sample from a population, as in ArviZ.
-    - **subsampling_se** - standard error of ``elpd`` from evaluating a subset of the rows; NaN if
-      only one row was evaluated.
+    - **subsampling_se** - standard error of ``elpd`` from evaluating a subset; NaN for one row.
     - **p_loo** - effective number of parameters.
     - **pareto_k** - Pareto k of the evaluated rows, shape ``(m,)``. Above 0.7, the elpd of a row is
       unreliable.

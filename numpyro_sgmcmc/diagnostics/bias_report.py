@@ -83,34 +83,35 @@ class BiasReport:
     """Result of :func:`~numpyro_sgmcmc.bias_report`; prints as a table, in a notebook as HTML.
 
     :param coordinate_names: site and name of each coordinate.
-    :param bias_estimates: estimates of the bias; the first is printed, the others count if they
-        clearly show a bias.
+    :param bias_estimates: estimates of the bias by several methods. The table shows the first, or
+        another one that clearly shows a bias.
     :param convergence: R-hat and ESS of each coordinate.
     :param configurational_temperature: configurational temperature, 1 for an exact sampler.
     :param kinetic_temperature: mean square of the momenta; NaN without momenta.
     :param chain_covariance: the chains' covariance in the first chain's preconditioned
-        coordinates, or its diagonal; for functions of the draws, variances of their values.
-    :param posterior_covariance: the posterior's, of the same shape.
-    :param mcse: Monte Carlo standard errors of the chains' mean and SDs, in SDs, shape ``(2, d)``.
+        coordinates, or its diagonal. For functions of the draws, the variances of their values.
+    :param posterior_covariance: estimate of the posterior's covariance, of the same shape.
+    :param mcse: Monte Carlo standard errors of the chains' means and SDs, in the chains' SDs, shape
+        ``(2, d)``.
     :param heavy_tailed_coordinates: coordinates diagnosed after a tail transform, shape ``(k,)``.
     :param funnel_necks: high-curvature regions that the chains do not reach.
-    :param num_gradient_draws: number of draws at which gradients were taken after the run.
-    :param noise_mean_bias: predicted mean bias by gradient noise, contained in the estimates, in
-        posterior SDs; shape ``(d,)``, or ``(0,)`` if it was not predicted. NaN where third
+    :param num_gradient_draws: number of draws at which gradients were computed after the run.
+    :param noise_mean_bias: predicted bias of means by gradient noise, in posterior SDs, which the
+        estimates include. Shape ``(d,)``, or ``(0,)`` if it was not predicted. NaN where third
         derivatives differ too much between draws.
-    :param model_warnings: problems that the warm-up has detected, whatever the chains show.
+    :param model_warnings: problems that the warm-up has detected.
     :param step_size: last step size, the largest of all chains.
     :param weak_order: weak order of the integrator.
     :param gradient_noise_variance: variance of the preconditioned gradient's noise as measured in
         the warm-up; NaN if it was not measured.
-    :param noise_sd_inflation: upper bound of the predicted SD inflation by that noise.
+    :param noise_sd_inflation: upper bound of the SD inflation that is predicted from this noise.
     :param num_divergences: number of diverging iterations.
     :param num_draws: number of draws of all chains.
     :param max_ess: upper bound of the ESS: time of the run over the relaxation time of a Gaussian.
-    :param full_data: whether gradients were taken on all rows.
-    :param is_for_functions: whether the report is on values of functions of the draws, each of
-        which is a site, in place of the parameters.
-    :param has_custom_dynamics: whether SDE or integrator are the user's.
+    :param full_data: whether gradients were computed on all rows.
+    :param is_for_functions: whether the report is on functions of the draws, each of which counts
+        as a site, in place of the parameters.
+    :param has_custom_dynamics: whether the user has defined the SDE or the integrator.
     :param num_steps: steps per draw.
     :param max_grad_norm: norm to which the run has clipped gradients, or None.
     :param notes: further notes on what was diagnosed.
@@ -145,12 +146,12 @@ class BiasReport:
 
     @property
     def mean_bias(self) -> Estimate:
-        """Chains' mean minus the posterior's in posterior SDs, with standard errors."""
+        """Chains' mean minus the posterior's, in posterior SDs, with standard errors."""
         return self.bias_estimates[0].mean_bias
 
     @property
     def sd_inflation(self) -> Estimate:
-        """Chains' SD over the posterior's, minus one, with standard errors."""
+        """Chains' SD divided by the posterior's, minus one, with standard errors."""
         return self.bias_estimates[0].sd_inflation
 
     @property
@@ -160,7 +161,7 @@ class BiasReport:
 
     @property
     def ess(self) -> np.ndarray:
-        """Effective sample size of each coordinate, ``(d,)``; NaN if draws were not kept."""
+        """Effective sample size of each coordinate, ``(d,)``; NaN for a schedule of step sizes."""
         return self.convergence.ess
 
     @cached_property
@@ -233,7 +234,8 @@ class BiasReport:
     def to_dataframe(self, coordinates: bool = False) -> Any:
         """Convert the report to a :class:`pandas.DataFrame`.
 
-        :param coordinates: one row per coordinate; default one row per site, with its diagnosis.
+        :param coordinates: whether to return one row per coordinate. Default False: one row per
+            site, with its diagnosis.
         """
         pandas = errors.import_optional("pandas", "BiasReport.to_dataframe", "arviz")
         if coordinates:
@@ -243,7 +245,7 @@ class BiasReport:
     def add_to(self, data: Any) -> None:
         """Add the report to an ArviZ object as its group ``bias_report``.
 
-        :param data: :class:`arviz.InferenceData` (0.x) or :class:`xarray.DataTree` (ArviZ 1.x).
+        :param data: :class:`arviz.InferenceData` (ArviZ 0.x) or :class:`xarray.DataTree` (1.x).
         """
         dataset = self.to_dataset()
         if not hasattr(data, "groups"):
@@ -264,39 +266,38 @@ def bias_report(
 ) -> BiasReport:
     """Estimate the bias of a finished run's means and SDs.
 
-    Running sums of positions and gradients show biased SDs and chains that have not converged
-    (Stein's identity). The report adds gradients at about a thousand draws, which take a few
-    seconds and show bias that averages to zero in the sums; the curvature there, which shows
-    regions that the chains do not reach; R-hat and effective sample sizes; a tail transform for
-    heavy tails; and the warnings of the warm-up. A mode in which no chain was initialised stays
-    undetected.
+    By Stein's identity, running sums of positions and gradients show biased SDs and chains that
+    have not converged. The report adds gradients at up to 1,024 draws, which take a few seconds.
+    They show bias that averages to zero in the sums. The curvature at draws shows regions that the
+    chains do not reach. Heavy tails are transformed. R-hat, effective sample sizes and the warnings
+    of the warm-up complete the report. A mode in which no chain was initialised stays undetected.
 
-    With a function of the draws, such as a network's predictions, the report is on its values, by
-    gradients at draws alone. It is exact for linear functions of Gaussian parameters that the
-    preconditioner standardises, and approximate otherwise: for a square it shows half of the SD
-    inflation.
+    With a function of the draws, such as a network's predictions, the report is on the values of
+    the function, and uses gradients at draws alone. It is exact for linear functions of Gaussian
+    parameters that the preconditioner standardises, and approximate otherwise. For example, it
+    shows half of the SD inflation of a square.
 
-    For NumPyro's Gibbs all continuous sites of all blocks are diagnosed, by gradients on all rows
-    at draws, conditional on the discrete sites. For models with sites that ``gibbs_fn`` samples
-    the other sites are diagnosed, by gradients at draws with updated local values, which cost as
-    much as these draws in the run.
+    For NumPyro's Gibbs, the report is on all continuous sites of all blocks given the discrete
+    sites, by gradients on all rows at draws. For models with sites that ``gibbs_fn`` samples, it is
+    on the other sites, by gradients at draws with updated local values. These gradients cost as
+    much as sampling these draws did.
 
     :param mcmc: a run of one of this package's kernels, or of Gibbs with such a block.
-    :param fn: a function of one draw, a dict of values by site, and of ``row_arrays``, that
-        returns real numbers or a dict of arrays of them and has second derivatives; as in
-        :func:`~numpyro_sgmcmc.diagnostics.predictive_summary`. Default: none.
-    :param row_arrays: arrays with equal numbers of rows, passed to ``fn`` in chunks of rows after
-        the draw. The first axis of its results must be that of the rows, and each entry must
-        depend on its own row alone.
-    :param full_data: whether to take gradients on all rows at some draws in place of the run's
-        minibatch gradients: more precise if these are noisy, for ``num_draws`` passes over the
-        data.
+    :param fn: a function of one draw (a dict of values by site) and of ``row_arrays``, as in
+        :func:`~numpyro_sgmcmc.diagnostics.predictive_summary`. It returns real numbers, or a dict
+        of arrays of them, and has second derivatives. Default: none.
+    :param row_arrays: arrays with equal numbers of rows, which ``fn`` gets after the draw, in
+        chunks of rows. Its results must have the rows along their first axis, and each must depend
+        on its own row alone.
+    :param full_data: whether to compute gradients on all rows at ``num_draws`` draws, in place of
+        the run's minibatch gradients. They are more precise if minibatch gradients are noisy, and
+        take ``num_draws`` passes over the data. Default False.
     :param num_draws: number of evenly spaced draws for ``full_data``, for Gibbs, and for models
         with sites that ``gibbs_fn`` samples. Default 400.
     :return: the report; ``print`` shows it as a table with the recommended fixes.
     :raises ValueError: for a run of another kernel, or before a run; for a function whose values
-        are not real and finite; and with a function if gradients at draws are not available
-        without ``full_data``.
+        are not real and finite; and for a function without ``full_data`` if gradients at draws are
+        not available.
     """
     errors.check_positive_int("num_draws", num_draws)
     errors.check_bool("full_data", full_data)
@@ -525,14 +526,15 @@ def bias_corrected_samples(
 ) -> dict[str, Any]:
     """Return the draws rescaled about their mean to the posterior's estimated covariance.
 
-    The map acts in unconstrained space: linear for up to 64 coordinates, with one scale per
-    coordinate for more. Means are not changed. It is accurate for posteriors that are approximately
-    Gaussian in unconstrained space and for moderate errors of the SDs, and no substitute for a
-    smaller step size. Deterministic sites are recomputed.
+    The map acts in unconstrained space. It is linear for up to 64 coordinates, and has one scale
+    per coordinate for more. Means are not changed. The map is accurate if the posterior is
+    approximately Gaussian in unconstrained space and the errors of the SDs are moderate. It does
+    not replace a smaller step size. Deterministic sites are computed from the rescaled draws.
 
     :param mcmc: a run of one of this package's kernels.
-    :param report: result of :func:`~numpyro_sgmcmc.bias_report`; default: computed here.
-    :param group_by_chain: whether to keep the axis of chains, as in ``mcmc.get_samples``.
+    :param report: result of :func:`~numpyro_sgmcmc.bias_report`. Default None: computed here.
+    :param group_by_chain: whether to keep the axis of chains, as in ``mcmc.get_samples``. Default
+        False.
     :return: samples by site, shape ``(chains * draws, ...)`` or ``(chains, draws, ...)``.
     :raises ValueError: for a run of another kernel, before a run, or if the posterior's covariance
         cannot be estimated with sufficient precision.
@@ -611,14 +613,14 @@ def print_summary(
     exclude_deterministic: bool = True,
     sites: Sequence[str] | None = None,
 ) -> None:
-    """Print ``mcmc.print_summary()``, a line on bias, and the diagnosis unless all is ok.
+    """Print ``mcmc.print_summary()``, a line on bias, and the diagnosis unless all sites are ok.
 
     :param mcmc: a run of one of this package's kernels.
-    :param prob: probability mass of the intervals, from 0 to 1. Default 0.9.
+    :param prob: probability mass of the intervals, in (0, 1]. Default 0.9.
     :param exclude_deterministic: whether to leave deterministic sites out. Default True.
-    :param sites: names of the sites in the table, deterministic ones too, or, each after a ``~``,
-        of the sites to leave out: ``["~effect"]``. The lines below are on all sites. Default
-        None: all.
+    :param sites: names of the sites in the table, which may be deterministic, or names of sites to
+        leave out, each after a ``~``: ``["~effect"]``. The lines below the table are on all sites.
+        Default None: all.
     :raises ValueError: for a run of another kernel, or before a run, for fewer than 4 draws per
         chain, and for unknown sites.
     """

@@ -69,10 +69,10 @@ class Diagnosis(StrEnum):
 
     - **NOT_CONVERGED** - R-hat is above 1.1, or chains were initialised in different modes.
     - **BIASED** - simultaneous 95% limits are beyond the tolerance (0.1 posterior SD for means, 5%
-      for SDs), a model warning says so, or chains do not reach a part of the posterior.
+      for SDs), a model warning reports bias, or chains do not reach a part of the posterior.
     - **MULTIMODAL** - the warm-up has detected other modes.
-    - **INCONCLUSIVE** - these limits do not exclude a bias of 0.2 posterior SD or 15%, R-hat is
-      above 1.05 or the ESS below 100.
+    - **INCONCLUSIVE** - the limits do not exclude a bias of 0.2 SD for means or 15% for SDs, R-hat
+      is above 1.05, the ESS is below 100, or pilot chains or a funnel neck leave doubts.
     - **OK** - none of these.
     """
 
@@ -102,14 +102,14 @@ _REASON_OF_INVALIDITY = {
 class SiteBias(NamedTuple):
     """The worst coordinates of one site, in unconstrained space.
 
-    - **site** - name.
+    - **site** - name of the site.
     - **size** - number of coordinates.
     - **mean_bias** - chains' mean minus the posterior's, in posterior SDs.
-    - **mean_bias_error** - its standard error.
-    - **sd_inflation** - chains' SD over the posterior's, minus one.
-    - **sd_inflation_error** - its standard error.
+    - **mean_bias_error** - standard error of ``mean_bias``.
+    - **sd_inflation** - chains' SD divided by the posterior's, minus one.
+    - **sd_inflation_error** - standard error of ``sd_inflation``.
     - **r_hat** - largest R-hat; NaN for a single chain.
-    - **ess** - smallest effective sample size; NaN if the draws were not kept.
+    - **ess** - smallest effective sample size; NaN for a schedule of step sizes.
     - **diagnosis** - a :class:`Diagnosis`, which equals its string, such as ``"ok"``.
     """
 
