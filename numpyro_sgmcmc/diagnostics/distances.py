@@ -41,17 +41,17 @@ def stein_discrepancy(
     .. math:: k_p(x, y) = s_x^\top s_y k + s_x^\top \nabla_y k + s_y^\top \nabla_x k
               + \operatorname{tr} \nabla_x \nabla_y k
 
-    has mean zero over independent draws of p. The discrepancy is the root of its mean over all
-    pairs. It tends to zero with the number of draws if they are from p and, for the IMQ kernel,
-    only then. Use draws in preconditioned coordinates (posterior SDs of about one), to which
-    ``length`` refers.
+    has mean zero over pairs of independent draws of p. The discrepancy is the root of the mean of
+    :math:`k_p` over all pairs. It tends to zero with the number of draws if they are from p. With
+    the IMQ kernel, it tends to zero only then. Use draws in preconditioned coordinates, in which
+    posterior SDs are about one.
 
     :param draws: shape ``(n, d)``. Memory grows as ``512 n``, time as ``n^2 d``.
-    :param scores: gradients of the log density at the draws, shape ``(n, d)``; or unbiased
-        estimates, each from an independent minibatch, if ``unbiased``.
-    :param kernel: ``"imq"``, :math:`(\ell^2 + r^2)^{-1/2}`, or ``"gaussian"``,
-        :math:`e^{-r^2 / 2\ell^2}`.
-    :param length: :math:`\ell`, positive.
+    :param scores: gradients of the log density at the draws, shape ``(n, d)``. With ``unbiased``,
+        also unbiased estimates of them, each from an independent minibatch.
+    :param kernel: base kernel: ``"imq"`` (default), :math:`(\ell^2 + r^2)^{-1/2}`, or
+        ``"gaussian"``, :math:`e^{-r^2 / 2\ell^2}`.
+    :param length: length scale :math:`\ell`, positive, in the units of the draws. Default 1.
     :param unbiased: whether to leave out each draw's pair with itself and return the squared
         discrepancy, a U-statistic that may be negative. Default False.
     :return: the discrepancy, or its square if ``unbiased``.
@@ -137,12 +137,13 @@ class KolmogorovDistance(NamedTuple):
 def kolmogorov_distance(draws: Any, reference: Any) -> KolmogorovDistance:
     """Return the Kolmogorov distance of marginals, for example of predictions at test points.
 
-    It depends on the effective sample sizes: use a reference with the ESS of the draws, and compare
-    the distance with that between two independent references.
+    The distance depends on the effective sample sizes. Use a reference with the ESS of the draws,
+    and compare the distance with that between two independent references.
 
     :param draws: shape ``(n, ...)``, one marginal for each index of the other axes.
     :param reference: draws of a trusted run, shape ``(m, ...)``.
-    :return: distances of shape ``(...)``.
+    :return: a named tuple of two arrays of shape ``(...)``: ``distance``, from 0 to 1, and
+        ``self_distance``, the distance between two halves of the reference.
     :raises ValueError: for shapes that do not match, fewer than two draws, or values not finite.
     """
     a = errors.validate_real_array("draws", draws).astype(np.float64)

@@ -50,25 +50,25 @@ def check_invariance(
     dim: int = 1,
     states: np.ndarray | None = None,
 ) -> np.ndarray:
-    r"""Return Fokker-Planck residuals of an SDE's step at random states, in float64.
+    r"""Return Fokker-Planck residuals of an SDE's step at some states, in float64.
 
     If residuals are below about 1e-9, the density :math:`\propto e^{-U(\theta) - \text{energy}}` is
-    stationary; a wrong drift, noise or correction gives 0.01 or more. This holds for rates
-    (frictions, curvatures) of about one. Residuals are extrapolated from steps of 0.003 to 0.024,
-    for rates of 50 with an error of 1e-4. Periodic resampling of variables is not tested.
+    stationary. A wrong drift, noise or correction gives 0.01 or more. These numbers hold for rates
+    (frictions, curvatures) of about one. For rates of 50, residuals have an error of 1e-4, because
+    they are extrapolated from steps of 0.003 to 0.024. Periodic resampling is not tested.
 
     The drift of a :class:`~numpyro_sgmcmc.dynamics.Recipe` is derived from D, Q and h. These are
     checked first, as at the start of a run.
 
     :param dynamics: the SDE, for example a :class:`~numpyro_sgmcmc.dynamics.Recipe`.
-    :param potential: U, maps a position of shape ``(dim,)`` to a scalar. Default: a quartic that
-        is neither Gaussian nor separable.
+    :param potential: U, a function from a position of shape ``(dim,)`` to a scalar. Default: a
+        quartic that is neither Gaussian nor separable.
     :param integrator: name of the integrator whose step is used. Default: the SDE's first.
-    :param dim: number of coordinates. Take 2 for an SDE in which coordinates interact or differ,
-        which one (default) cannot show. The cost grows as 4 to the power of the number of normal
-        entries per step.
-    :param states: flat states, position first, shape ``(m, n)``. Default: five random ones. Give
-        states at which the SDE is smooth if it has kinks.
+    :param dim: number of coordinates. Default 1. Use 2 for an SDE in which coordinates interact or
+        differ, which one coordinate cannot show. The cost is proportional to 4 to the power of the
+        number of normal entries per step.
+    :param states: flat states, position first, shape ``(m, n)``. Default: five random ones. If the
+        SDE has kinks, pass states at which it is smooth.
     :return: absolute residuals, shape ``(m,)``.
     :raises ValueError: for an unknown integrator, functions of a recipe that
         :class:`~numpyro_sgmcmc.RecipeKernel` does not accept, or residuals that are not finite.

@@ -30,12 +30,12 @@ _MIN_BAR_VARIANCE = 1e-30
 def plot_bias(report: BiasReport | MCMC, *, axes: Any = None) -> Any:
     """Plot mean bias and SD bias of every coordinate with simultaneous 95% limits.
 
-    The shaded bands are the report's tolerances; coordinates whose limits lie outside are red.
+    The shaded bands are the report's tolerances. A coordinate is red if its limits lie outside.
 
     :param report: a bias report, or a run to report on.
-    :param axes: two matplotlib axes to draw on. Default: a new figure.
+    :param axes: two matplotlib axes to draw on. Default None: a new figure.
     :return: the two axes.
-    :raises ImportError: without matplotlib.
+    :raises ImportError: if matplotlib is not installed.
     """
     pyplot = errors.import_optional("matplotlib.pyplot", "`plot_bias`", "examples")
     if not isinstance(report, BiasReport):
@@ -79,18 +79,18 @@ def plot_bias(report: BiasReport | MCMC, *, axes: Any = None) -> Any:
 def plot_warmup(mcmc: MCMC, *, axes: Any = None) -> Any:
     """Plot the warm-up's results: posterior SDs, gradient noise and the limits of the step size.
 
-    Left: estimated posterior SDs of the unconstrained coordinates, in descending order, and those
-    of the principal directions for a dense mass matrix. Middle: variance of the gradient noise of
-    each estimator in preconditioned coordinates, for random and contiguous minibatches; the chosen
-    one is darker, and the dashed line is the variance of the gradient itself for a normal
+    Left: estimated posterior SDs of the unconstrained coordinates in descending order and, for a
+    dense mass matrix, of the principal directions. Middle: variance of the gradient noise of each
+    estimator in preconditioned coordinates, for random and for contiguous minibatches. The chosen
+    combination is darker. The dashed line is the variance of the gradient itself for a normal
     posterior. Right: the step size after each limit.
 
-    :param mcmc: a run of one of this package's kernels, or one after its warm-up.
-    :param axes: three matplotlib axes to draw on. Default: a new figure.
+    :param mcmc: a run of one of this package's kernels, or an ``MCMC`` object after its warm-up.
+    :param axes: three matplotlib axes to draw on. Default None: a new figure.
     :return: the three axes.
-    :raises ValueError: for a run of another kernel, before a run, for one that was pickled, and
-        where every setting was given, so that nothing was adapted.
-    :raises ImportError: without matplotlib.
+    :raises ValueError: for a run of another kernel, before the warm-up, for a pickled run, and if
+        every setting was given, so that nothing was adapted.
+    :raises ImportError: if matplotlib is not installed.
     """
     pyplot = errors.import_optional("matplotlib.pyplot", "`plot_warmup`", "examples")
     _, adaptation = check_warmed_up_run(mcmc, "plot_warmup")

@@ -66,17 +66,17 @@ _TABLE_NOTE = "Largest R-hat and smallest ESS; Kolmogorov distances, from 0 to 1
 
 
 def log_likelihood(mcmc: MCMC, rows: Any = None) -> dict[str, np.ndarray]:
-    """Return the log likelihood of each draw at each row, by chunks of rows.
+    """Return the log likelihood of each draw at each row, in chunks of rows.
 
     It equals ``numpyro.infer.log_likelihood(kernel.model, ...)``, but only a chunk of rows and the
-    result, one number per draw and row, are in memory. Rows with discrete sites that are summed out
-    have one value, the log of the sum over their states, under the name of their observed site; if
-    there are several, under that of the plate.
+    result, one number per draw and row, are in memory. If discrete sites are summed out, a row has
+    one value, the log of the sum over their states. Its name is that of the observed site, or that
+    of the plate if several sites are observed.
 
     :param mcmc: a run of one of this package's kernels, on a model with one subsampled plate.
-    :param rows: indices of the rows, integers of shape ``(n,)``. Default None: all.
-    :return: by observed site inside the plate, an array ``(chains, draws, ...)`` whose axis for
-        the plate has the rows in their order.
+    :param rows: indices of the rows, integers of shape ``(n,)``. Default None: all rows.
+    :return: a dict from the observed sites inside the plate to arrays ``(chains, draws, ...)``,
+        whose axis for the plate has the rows in their order.
     :raises ValueError: for a run of another kernel or before a run, a model without a subsampled
         plate or with several, indices out of range, or draws that were not kept.
     """
@@ -93,18 +93,18 @@ def posterior_predictive(
 ) -> dict[str, np.ndarray]:
     """Sample replicated data at the run's rows, for posterior predictive checks.
 
-    It is ``numpyro.infer.Predictive(kernel.model, ...)`` with data ``None``, by chunks of rows, and
-    also for models in which the observed values cannot be left out. Deterministic sites inside the
-    plate are returned too. For other rows than the run's, use ``Predictive``.
+    The function replaces ``numpyro.infer.Predictive(kernel.model, ...)`` with data ``None``. It
+    evaluates chunks of rows, and supports models in which data cannot be ``None``. Deterministic
+    sites inside the plate are returned too. For rows outside the data, use ``Predictive``.
 
     :param mcmc: a run of one of this package's kernels, on a model with one subsampled plate.
     :param rng_key: random key.
-    :param rows: indices of the rows, integers of shape ``(n,)``. Default None: all.
+    :param rows: indices of the rows, integers of shape ``(n,)``. Default None: all rows.
     :param num_draws: draws of each chain to use, evenly spaced, at least 1. Default None: all.
-    :param infer_discrete: sample, in place of replicated data, the discrete sites that are summed
-        out, from their posterior given the data, as NumPyro's ``Predictive`` does.
-    :return: by observed or deterministic site inside the plate, an array ``(chains, draws, ...)``
-        whose axis for the plate has the rows in their order.
+    :param infer_discrete: whether to sample, in place of replicated data, the discrete sites that
+        are summed out, from their posterior given the data. Default False.
+    :return: a dict from the observed or deterministic sites inside the plate to arrays
+        ``(chains, draws, ...)``, whose axis for the plate has the rows in their order.
     :raises ValueError: for a run of another kernel or before a run, a model without a subsampled
         plate or with several, indices out of range, or draws that were not kept.
     """
@@ -262,14 +262,14 @@ def evaluate_plate_sites(
 
 
 class FunctionSummary(NamedTuple):
-    """The summary of one function of the draws; arrays of the function's shape.
+    """The summary of one function of the draws, as arrays of the function's shape.
 
     - **mean** - posterior mean.
     - **sd** - posterior standard deviation.
     - **r_hat** - split R-hat; NaN for chains of fewer than 50 draws.
     - **ess** - effective sample size; NaN for values that are equal at all draws.
     - **between_chain_distance** - Kolmogorov distance between a chain and all others, from 0 to 1,
-      mean over the chains; for one chain, between its halves.
+      averaged over the chains. For one chain, the distance between its halves.
     - **expected_distance** - expectation of **between_chain_distance** for independent chains of
       the same distribution and ESS.
     - **distance_to_reference** - Kolmogorov distance to the reference; NaN without one.
@@ -291,8 +291,8 @@ class FunctionSummary(NamedTuple):
 class PredictiveSummary:
     """The result of :func:`predictive_summary`; prints as a table, in a notebook as HTML.
 
-    :param functions: summaries by name.
-    :param has_reference: whether there was a reference.
+    :param functions: summaries by name of the function.
+    :param has_reference: whether a reference was passed.
     """
 
     functions: dict[str, FunctionSummary]
@@ -351,14 +351,14 @@ def predictive_summary(
 
     :param mcmc: a run of any kernel, including NumPyro's; or a dict of draws by site, with axes
         ``(chains, draws, ...)``.
-    :param fn: a function of one draw, a dict of values by site, and rows, that returns an array or
-        a dict of arrays; or a :class:`~numpyro.infer.Predictive`, of which model, parameters and
-        sites are used.
-    :param rows: arrays with equal numbers of rows, passed to ``fn`` in chunks of rows after the
-        draw; the first axis of its results must be that of the rows. A ``Predictive`` gets them as
-        its model's arguments.
+    :param fn: a function of one draw (a dict of values by site) and of ``rows``, which returns an
+        array or a dict of arrays. Or a :class:`~numpyro.infer.Predictive`, whose model, parameters
+        and sites are used.
+    :param rows: arrays with equal numbers of rows, which ``fn`` gets after the draw, in chunks of
+        rows. Its results must have the rows along their first axis. The model of a ``Predictive``
+        gets them as its arguments.
     :param reference: a trusted run, as ``mcmc``, for distances to it. Default: none.
-    :param rng_key: for a ``Predictive`` that samples. Default: ``random.key(0)``.
+    :param rng_key: random key for a ``Predictive`` that samples. Default: ``random.key(0)``.
     :return: the summary; ``print`` shows it as a table.
     :raises ValueError: for runs without draws of a site that ``fn`` uses, rows that are not numbers
         or of different lengths, or results that are not numbers, not finite, or lack the rows'

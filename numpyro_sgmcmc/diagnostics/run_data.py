@@ -433,14 +433,14 @@ class ConvergenceStats(NamedTuple):
 
 
 def ess_per_gradient(mcmc: MCMC) -> dict[str, np.ndarray]:
-    """Return the effective sample size per minibatch gradient, warm-up not counted.
+    """Return the effective sample size per minibatch gradient, not counting the warm-up.
 
-    Unlike ESS per second it does not depend on the machine, and unlike ESS per iteration it
-    accounts for the number of steps per iteration. Each gradient of an integrator with several per
-    step counts; the second one of a control variate, at the reference, does not.
+    Unlike the ESS per second, it does not depend on the machine. Unlike the ESS per iteration, it
+    accounts for the number of steps per iteration. All gradients of a step count, except the second
+    gradient of a control variate, at the reference.
 
     :param mcmc: a run of one of this package's kernels.
-    :return: for each latent site an array of its shape.
+    :return: a dict from the latent sites to arrays of their shapes.
     :raises ValueError: for a run of another kernel, or before a run.
     """
     run = RunData.from_mcmc(mcmc, "ess_per_gradient")

@@ -30,16 +30,16 @@ _MAX_PRINTED_VALUES = 10
 class RunningMoments(NamedTuple):
     """Result of :func:`~numpyro_sgmcmc.running_moments`; prints as a table.
 
-    All but the last are dicts by site, of float64 arrays of the site's shape.
+    All fields but ``covariance`` are dicts from sites to float64 arrays of the site's shape.
 
     - **mean** - means.
     - **sd** - standard deviations, with ddof=0.
     - **mcse** - Monte Carlo standard errors of the means, by batch means; NaN for one iteration.
     - **r_hat** - split R-hat; NaN for fewer than four iterations per chain.
-    - **quantiles** - estimates of the kernel's ``running_quantiles``, whose axis comes before those
-      of the site; NaN for few iterations.
-    - **covariance** - covariance matrix of the values of the kernel's ``running_covariances``,
-      site after site in that order, each in C order; None without them.
+    - **quantiles** - estimates of the kernel's ``running_quantiles``, along an axis before those of
+      the site; NaN for few iterations.
+    - **covariance** - covariance matrix of the values of the kernel's ``running_covariances``, site
+      after site in that order, each in C order; None without that option.
     """
 
     mean: dict[str, np.ndarray]
@@ -67,13 +67,13 @@ class RunningMoments(NamedTuple):
 def running_moments(mcmc: MCMC, group_by_chain: bool = False) -> RunningMoments:
     """Return mean, SD, R-hat and standard error of the sites whose draws were not kept.
 
-    Those are the sites that the kernel's ``collect_sites`` does not name; their values are
-    constrained. Every iteration since the warm-up counts, whatever ``thinning`` is, weighted where
-    the step size is a schedule.
+    These are the sites that the kernel's ``collect_sites`` does not name. Their values are
+    constrained. Every iteration since the warm-up counts, whatever ``thinning`` is. If the step
+    size is a schedule, iterations are weighted.
 
     :param mcmc: a run of one of this package's kernels with ``collect_sites``.
-    :param group_by_chain: whether means, SDs, standard errors, quantiles and covariances are those
-        of each chain, with a leading axis, and not of all chains together. Default False.
+    :param group_by_chain: whether to return means, SDs, standard errors, quantiles and covariances
+        of each chain, with a leading axis, in place of those of all chains. Default False.
     :return: the moments, each a dict of arrays by site.
     :raises ValueError: for another run, or before a run.
     """

@@ -138,7 +138,7 @@ class Refinement(NamedTuple):
 
     - **names** - names of the coordinates.
     - **mean_difference** - mean of the run minus that of the finer run, in the finer run's SDs.
-    - **sd_inflation** - SD of the run over that of the finer run, minus one.
+    - **sd_inflation** - SD of the run divided by that of the finer run, minus one.
     - **finer_run** - the finer run.
     """
 
@@ -149,7 +149,7 @@ class Refinement(NamedTuple):
 
     @property
     def is_visible(self) -> bool:
-        """True if any coordinate differs by more than 0.1 SD or 5%, beyond three errors."""
+        """True if a mean differs by 0.1 SD or an SD by 5%, plus three standard errors."""
         mean, sd = self.mean_difference, self.sd_inflation
         has_mean_bias = np.abs(mean.value) > MEAN_BIAS_TOLERANCE + _VISIBLE_Z * mean.error
         has_sd_bias = np.abs(sd.value) > SD_INFLATION_TOLERANCE + _VISIBLE_Z * sd.error
@@ -159,16 +159,16 @@ class Refinement(NamedTuple):
 def compare_with_finer(mcmc: MCMC, rng_key: Array, change: str = "step") -> Refinement:
     """Run on from the last state with half the step size or twice the batch size, and compare.
 
-    The remaining error of the finer run is as large as the difference if the weak order is one, and
-    a third of it if the weak order is two.
+    With half the step size, the remaining error of the finer run is as large as the difference if
+    the weak order is one, and a third of the difference if the weak order is two.
 
     :param mcmc: a run of one of this package's kernels.
-    :param rng_key: key of the second run.
-    :param change: ``"step"``: half the step size and twice the steps; ``"batch"``: twice the
-        subsample size of each subsampled plate, at the same step size.
-    :return: the comparison, with the finer run as ``finer_run``. Its first tenth is discarded.
-    :raises ValueError: for a run of another kernel, before a run, for a schedule of step sizes, or
-        if no minibatch can be larger.
+    :param rng_key: random key of the finer run.
+    :param change: ``"step"`` (default) for half the step size and twice the steps; ``"batch"`` for
+        twice the subsample size of each subsampled plate, at the same step size.
+    :return: the comparison, without the first tenth of the finer run.
+    :raises ValueError: for a run of another kernel, before a run, if the step size to halve is a
+        schedule, or if no minibatch can be larger.
     """
     kernel = check_finished_run(mcmc, "compare_with_finer")
     errors.check_choice("change", change, ("step", "batch"))

@@ -44,7 +44,7 @@ class SubsampleSizeSuggestion:
     """The result of :func:`suggest_subsample_size`; prints as a table.
 
     - **subsample_sizes** - sizes in increasing order, by plate.
-    - **steps_per_draw** - predicted gradient steps per draw with each of them.
+    - **steps_per_draw** - predicted gradient steps per draw with each size.
     - **seconds_per_draw** - predicted seconds per effective draw of all chains together.
     - **is_within_target** - whether the predicted biases are within the kernel's target.
     - **best_index** - index of the recommended size.
@@ -58,7 +58,7 @@ class SubsampleSizeSuggestion:
 
     @property
     def best(self) -> int | dict[str, int]:
-        """The recommended size; where there are several plates, by plate."""
+        """The recommended size, or a dict of sizes by plate if there are several plates."""
         sizes = {name: sizes[self.best_index] for name, sizes in self.subsample_sizes.items()}
         return sizes if len(sizes) > 1 else next(iter(sizes.values()))
 
@@ -94,14 +94,14 @@ def suggest_subsample_size(
     """Predict the time per effective draw for several batch sizes, and print it as a table.
 
     The warm-up runs once, with the ``subsample_size`` that the arguments contain, and measures the
-    gradient noise. The variance of the noise at other sizes is inversely proportional to them, and
-    determines step size, steps per draw and bias. The time of a step is linear in the size; it is
-    measured with small and large minibatches.
+    gradient noise. The noise variance at other sizes is inversely proportional to the size, and
+    determines step size, steps per draw and bias. The time of a step is linear in the size, and is
+    measured with small and with large minibatches.
 
-    :param model: a NumPyro model with a subsampled plate, for :class:`.SGHMCSplit`; or one of this
-        package's kernels, which keeps the warm-up for a run with the same arguments.
+    :param model: a NumPyro model with a subsampled plate, which :class:`.SGHMCSplit` samples; or
+        one of this package's kernels, which keeps the warm-up for a run with the same arguments.
     :param args: arguments of the model, as for ``MCMC.run``.
-    :param num_chains: chains that run together (``chain_method="vectorized"``).
+    :param num_chains: number of chains, which run together (``"vectorized"``). Default 4.
     :param kwargs: keyword arguments of the model.
     :return: the table, with the recommended size in ``best``. Of sizes with similar times it is the
         largest, which has the least gradient noise.

@@ -51,7 +51,7 @@ _STEP_SIZE_LIMIT_LABELS = {
 class WarmupReport:
     """The result of :func:`warmup_report`; prints as a page of text, in a notebook as HTML.
 
-    :param sections: heading and text of each section, in the order of the warm-up.
+    :param sections: pairs of heading and text, in the order of the warm-up.
     """
 
     sections: tuple[tuple[str, str], ...]
@@ -78,14 +78,14 @@ class WarmupReport:
 def warmup_report(mcmc: MCMC) -> WarmupReport:
     """Report what the warm-up of a run chose, and why.
 
-    Sections: initial positions, preconditioner, gradient estimator, subsampling, step size and
-    number of steps, predicted bias, warnings. All numbers were computed in the warm-up; no data are
-    read. Step sizes and variances are in preconditioned coordinates, in which posterior SDs, and
-    the gradient's variance for a normal posterior, are about one.
+    Sections: run, initialisation, preconditioner, gradient estimator, subsampling, step size, steps
+    per draw, predicted bias, warnings, chains. The report reads no data. Step sizes and variances
+    are in preconditioned coordinates. In these, posterior SDs are about one, and so is the
+    gradient's variance for a normal posterior.
 
-    :param mcmc: a run of one of this package's kernels, or one after its warm-up.
+    :param mcmc: a run of one of this package's kernels, or an ``MCMC`` object after its warm-up.
     :return: a page of text, which prints itself.
-    :raises ValueError: for a run of another kernel, before a run, and for one that was pickled.
+    :raises ValueError: for a run of another kernel, before the warm-up, and for a pickled run.
     """
     kernel, adaptation = check_warmed_up_run(mcmc, "warmup_report")
     sections = [
