@@ -118,29 +118,28 @@ def plate_array_length_error(
 
 
 class localised(Messenger):
-    r"""Restrict a model's posterior to a neighbourhood of ``center``, by a normal density about it.
+    r"""Restrict a model's posterior to a neighbourhood of ``center`` by a normal density.
 
     The log density has the additional term
 
     .. math:: -\frac{\gamma}{2} \sum_j (x_j - c_j)^2
 
-    with values x of the named sites, center c and precision :math:`\gamma`: the localising Gaussian
-    of singular learning theory. Draws are therefore not of the model's posterior, but of its
-    product with this density. Its SD is at most about :math:`\gamma^{-1/2}` in directions that the
-    data do not determine; a large precision leaves one mode. The term is the same for every
-    minibatch. Plates, predictions and flax modules are unchanged; the trace has a further site,
-    ``localised``.
+    with values x of the named sites, center c and precision :math:`\gamma`. This is the localising
+    Gaussian of singular learning theory. Draws are from the product of the model's posterior and
+    this normal density. Their SD is at most about :math:`\gamma^{-1/2}` in directions that the data
+    do not determine. A large precision leaves one mode. The term is the same for every minibatch.
+    Plates, predictions and flax modules are unchanged. The trace has one more site, ``localised``.
 
     Reference: Lau, Furman, Wang, Murfet and Wei (2025), *The local learning coefficient: a
     singularity-aware complexity measure*.
 
     :param model: NumPyro model.
-    :param center: values by site, constrained as those of draws and of
+    :param center: values by site, constrained as in draws and in
         :func:`~numpyro.infer.initialization.init_to_value`. Each site is latent or deterministic,
-        outside of subsampled plates; others are not restricted.
-    :param precision: positive number, the inverse variance; or a dict of numbers or arrays, of the
-        sites' shapes, by site.
-    :raises ValueError: for other precisions or values; in a run of the model, for other sites or
+        outside of subsampled plates. Other sites are not restricted.
+    :param precision: inverse variance of the density, positive: a number for all sites, or a dict
+        by site of numbers or of arrays of the sites' shapes.
+    :raises ValueError: for other precisions or values, and in a run of the model for other sites or
         shapes.
     """
 

@@ -85,8 +85,9 @@ class SGMCMCKernel(MCMCKernel):
     :param dynamics: the SDE.
     :param integrator: one of :attr:`integrators`. Default: the first of them.
     :param options: the keywords of :class:`~numpyro_sgmcmc.sampling.options.Options`.
-    :raises ValueError: at construction, for an option that is unknown or out of range; at
-        ``init``, naming the site, plate or argument that cannot be sampled.
+    :raises TypeError: for an unknown option.
+    :raises ValueError: for an option out of range. :meth:`init` raises it for a site, plate or
+        argument that cannot be sampled, which the message names.
     """
 
     sample_field = "z"
@@ -251,14 +252,14 @@ class SGMCMCKernel(MCMCKernel):
     ) -> SGMCMCState:
         """Read the model, adapt once for all chains, and initialise the chains.
 
-        :param rng_key: one key, or one per chain.
+        :param rng_key: one random key, or one per chain.
         :param num_warmup: number of warm-up iterations.
         :param init_params: unconstrained initial values of the chains, or None.
         :param model_args: the model's positional arguments.
         :param model_kwargs: the model's keyword arguments.
-        :return: the initial state, batched if the key is.
-        :raises ValueError: naming the site, plate or argument that cannot be sampled, or if no
-            finite initial position is found.
+        :return: the initial state, with an axis of chains if there is one key per chain.
+        :raises ValueError: for a site, plate or argument that cannot be sampled, which the message
+            names, or if no finite initial position is found.
         """
         errors.check_rng_keys(rng_key)
         arguments = Arguments(model_args, model_kwargs)
@@ -318,7 +319,7 @@ class SGMCMCKernel(MCMCKernel):
     def sample(
         self, state: SGMCMCState, model_args: tuple, model_kwargs: dict | None
     ) -> SGMCMCState:
-        """Run one iteration: ``num_steps`` steps, each with a new minibatch.
+        """Return the state after one iteration: ``num_steps`` steps, each with a new minibatch.
 
         :raises ValueError: if the data are not those whose full-data gradient the control
             variates use.

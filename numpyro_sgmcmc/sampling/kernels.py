@@ -76,7 +76,7 @@ class SGHMCSplit(UnderdampedKernel):
         dp = -\nabla U(\theta)\,dt - \gamma p\,dt + \sqrt{2\gamma}\,dW
 
     with stationary density :math:`\propto e^{-U(\theta) - p^\top p/2}`. One step of size :math:`h`,
-    with a standard normal :math:`\zeta` and a minibatch gradient :math:`\nabla\tilde U`:
+    with a standard normal :math:`\zeta` and a minibatch gradient :math:`\nabla\tilde U`, is
 
     .. math::
 
@@ -88,13 +88,13 @@ class SGHMCSplit(UnderdampedKernel):
     algorithms with high-order integrators*, Algorithm 2 of the supplement (SGHMC-S) and equation
     (8).
 
-    :param model: model with a subsampled plate around the data.
-    :param potential_fn: potential energy of a pytree of unconstrained values, instead of a model.
+    :param model: NumPyro model with a subsampled plate around the data.
+    :param potential_fn: minus the log density of a pytree of unconstrained values, if no model.
     :param float friction: friction coefficient :math:`\gamma` (:math:`D` in the paper), positive,
         in preconditioned units. Default 1.5.
-    :param str integrator: ``"symmetric"``, ``"baoab"`` or ``"ubu"``. Default ``"symmetric"``; for a
-        model with effects of many groups ``"baoab"``, because each effect's discretisation error
-        would add to that of the scale which they share.
+    :param str integrator: ``"symmetric"``, ``"baoab"`` or ``"ubu"``. Default ``"symmetric"``, but
+        ``"baoab"`` for a model with effects of many groups. There, the discretisation errors of
+        ``"symmetric"`` in the effects would add up to a bias of their scale.
     :param options: the keywords of all kernels, see :class:`~numpyro_sgmcmc.kernel.Options`.
     :raises InvalidArgumentError: for an option out of range.
 
@@ -126,7 +126,7 @@ class SHMC(SGMCMCKernel):
     r"""Stochastic-gradient HMC by any of eight integrators, among them HMC without accept/reject.
 
     The SDE is that of :class:`~numpyro_sgmcmc.SGHMCSplit`. Choose this kernel to compare
-    integrators, or for one whose properties the problem needs:
+    integrators, or if the problem needs a property of one of them:
 
     ===============  =====  =========  ============================================
     integrator       order  gradients  remark
@@ -137,12 +137,12 @@ class SHMC(SGMCMCKernel):
     ``baoab``        2      1          positions without bias on Gaussians
     ``obabo``        2      1          friction and noise outermost
     ``ubu``          2      1          exact free motion; strong order 2
-    ``mt3``          3      3          and one Hessian-vector product
+    ``mt3``          3      3          plus one Hessian-vector product
     ``euler``        1      1          the integrator of SGHMC
     ===============  =====  =========  ============================================
 
-    With minibatches that visit all rows in random order the bias of every integrator has order two
-    at most (theorem 3 of the paper), with independent minibatches order one.
+    If minibatches visit all rows in random order, the bias of every integrator has an order of at
+    most two (theorem 3 of the paper). If minibatches are independent, the order is one.
 
     Reference: Franzese, Milios, Filippone and Michiardi (2021), *Revisiting the effects of
     stochasticity for Hamiltonian samplers*, equation (3), section 4 and appendix B.5.
@@ -152,9 +152,9 @@ class SHMC(SGMCMCKernel):
     :param str integrator: one of the table. Default ``"leapfrog"``.
     :param int num_leapfrog: for ``"lie_trotter"``, leapfrog steps between refreshments of the
         momentum, :math:`N_l` in the paper, each on a separate minibatch. The momentum keeps the
-        fraction :math:`e^{-\gamma h N_l}`: a large friction refreshes it completely. The step size
-        is then at most 1.5 / N_l, because at a half period, :math:`N_l h = \pi`, chains would not
-        mix. Default 1.
+        fraction :math:`e^{-\gamma h N_l}`, so a large friction refreshes it completely. The warm-up
+        chooses a step size of at most 1.5 / N_l, because chains would not mix at a half period,
+        :math:`N_l h = \pi`. Default 1.
     :param options: see :class:`~numpyro_sgmcmc.SGHMCSplit`, also for ``model``, ``potential_fn``.
     """
 
@@ -192,8 +192,8 @@ class SGNHT(SGMCMCKernel):
 
     Weak order 2 (1 with ``"euler"``), one minibatch gradient per step (two with control variates).
     The friction adapts until the momenta have the right temperature, so that gradient noise of a
-    constant size does not widen the posterior. Choose it where control variates are not available:
-    for randomised likelihoods, or with the minibatch gradient.
+    constant size does not widen the posterior. Choose this kernel where control variates are not
+    available: for randomised likelihoods, or with the minibatch gradient.
 
     .. math::
 
@@ -201,16 +201,17 @@ class SGNHT(SGMCMCKernel):
         dp = -\nabla U(\theta)\,dt - \xi p\,dt + \sqrt{2A}\,dW, \qquad
         d\xi = \left(\tfrac{p^\top p}{n} - 1\right)dt
 
-    with stationary density :math:`\propto e^{-U(\theta) - p^\top p/2 - n(\xi - A)^2/2}`.
+    with stationary density :math:`\propto e^{-U(\theta) - p^\top p/2 - n(\xi - A)^2/2}`. Here n is
+    the number of coordinates that share a friction :math:`\xi`, which is 1 by default.
 
     References: Ding et al. (2014), *Bayesian sampling using stochastic gradient thermostats*;
     Chen, Ding and Carin (2015), *On the convergence of stochastic gradient MCMC algorithms with
     high-order integrators*, Algorithm 3 (Euler) and appendix A.3 (splitting).
 
-    :param float friction: injected noise A, which is the stationary mean of the friction without
-        gradient noise; positive, in preconditioned units. Default 1.5.
+    :param float friction: injected noise A, positive, in preconditioned units. Without gradient
+        noise it is the stationary mean of the friction. Default 1.5.
     :param bool per_coordinate: whether there is one thermostat per coordinate, which also
-        compensates noise that differs between coordinates; False for the one thermostat of the
+        compensates noise that differs between coordinates. False for the one thermostat of the
         paper. Default True.
     :param str integrator: ``"symmetric"`` (default) or ``"euler"``.
     :param options: see :class:`~numpyro_sgmcmc.SGHMCSplit`, also for ``model``, ``potential_fn``.
@@ -237,12 +238,12 @@ class SGNHT(SGMCMCKernel):
 class SGMGT(SGMCMCKernel):
     r"""The stochastic-gradient monomial-gamma thermostat.
 
-    Weak order 2 with the default integrator, 1 if ``sigma_theta`` is positive or with ``"euler"``;
-    one minibatch gradient per step (two with control variates). Choose it to try momenta with
-    heavier tails than Gaussian ones, or thermostats whose momenta are resampled: with a potential
-    of five wells, resampling increased the number of crossings more than the tails did. ``a=0.5``
-    with ``m=2`` and without resampling is SGNHT with a thermostat per coordinate, ``a=1`` and
-    ``a=2`` are the paper's; larger ``a`` needs shorter steps.
+    Weak order 2 (1 with ``"euler"`` or a positive ``sigma_theta``), one minibatch gradient per step
+    (two with control variates). Choose this kernel to try momenta with heavier tails than Gaussian
+    ones, or thermostats whose momenta are resampled. For a potential of five wells, resampling
+    increased the number of crossings more than heavier tails did. With ``a=0.5``, ``m=2`` and no
+    resampling, the kernel is SGNHT with a thermostat per coordinate. The paper has ``a=1`` and
+    ``a=2``. A larger ``a`` needs shorter steps.
 
     .. math::
 
@@ -253,8 +254,8 @@ class SGMGT(SGMCMCKernel):
                 - \tfrac{\sigma_\xi}{\gamma}(\xi - \sigma_p))\,dt + \sqrt{2\sigma_\xi}\,dW_3
 
     elementwise, with stationary density
-    :math:`\propto e^{-U(\theta) - K(p) - (\xi - \sigma_p)^2/2\gamma}` and the softened kinetics of
-    :class:`~numpyro_sgmcmc.dynamics.Kinetics`.
+    :math:`\propto e^{-U(\theta) - K(p) - (\xi - \sigma_p)^2/2\gamma}`. The kinetic energy K is that
+    of :class:`~numpyro_sgmcmc.dynamics.Kinetics`.
 
     Reference: Zhang, Chen, Gan, Henao and Carin (2017), *Stochastic gradient monomial gamma
     sampler*, equation (13), appendices C (kinetics) and E (splitting).
@@ -308,17 +309,17 @@ class SGLaplaceHMC(SGMCMCKernel):
     r"""Stochastic-gradient HMC with Laplace-like momenta.
 
     Weak order 2 (1 with ``"euler"``), one minibatch gradient per step (two with control variates).
-    The speed of every coordinate is bounded by 1/m, so that one large gradient does not move a
-    chain far: choose it for gradients with heavy tails.
+    Choose this kernel for gradients with heavy tails. The speed of every coordinate is bounded by
+    1/m, so that one large gradient does not move a chain far.
 
     .. math:: d\theta = \nabla K(p)\,dt, \qquad
         dp = -(\nabla U(\theta) + A\nabla K(p))\,dt + \sqrt{2A}\,dW
 
-    with stationary density :math:`\propto e^{-U(\theta) - K(p)}` and the softened kinetics
+    with stationary density :math:`\propto e^{-U(\theta) - K(p)}`. The kinetic energy K is that of
     :class:`~numpyro_sgmcmc.dynamics.Kinetics` with a = 1.
 
     Reference: Zhang, Chen, Gan, Henao and Carin (2017), *Stochastic gradient monomial gamma
-    sampler*, equation (27), where it corrects the naive stochastic slice sampler.
+    sampler*, equation (27), a correction of the naive stochastic slice sampler.
 
     :param float friction: friction coefficient A, positive, in preconditioned units. Default 1.5.
     :param float m: mass of the kinetics, positive. Default 1.
@@ -409,11 +410,11 @@ class RiemannianKernel(SGMCMCKernel):
 
 
 class SGRHMC(RiemannianKernel):
-    r"""Stochastic-gradient Riemannian HMC; gSGRHMC with its default metric.
+    r"""Stochastic-gradient Riemannian HMC. With the default metric it is gSGRHMC.
 
     Weak order 2 (1 with ``"euler"``), one minibatch gradient per step (two with control
-    variates). Choose it if the scale of the posterior changes from place to place, as in funnels
-    and bananas, and a metric that follows it is known.
+    variates). Choose this kernel if the scale of the posterior changes from place to place, as in
+    funnels and bananas, and a metric with this scale is known.
 
     .. math::
 
@@ -427,11 +428,11 @@ class SGRHMC(RiemannianKernel):
     (17) with its signs corrected, and Algorithm 1.
 
     :param inverse_metric: :math:`G^{-1}` relative to the posterior covariance, so that 1 is a step
-        of the usual length: a function of the unconstrained values (a dict by site name) that
-        returns a positive scalar, a diagonal of shape ``(d,)`` or as a dict by site name (arrays
-        of the sites' shapes, or scalars), or a positive definite matrix of shape ``(d, d)``. With
-        a function ``dense_mass`` is False unless given, so that the coordinates are those of the
-        sites, each in units of its posterior SD. Or ``"potential"`` (default),
+        of the usual length. A function from the unconstrained values (a dict by site name) to a
+        positive scalar, to a positive definite matrix of shape ``(d, d)``, or to its diagonal, as
+        an array of shape ``(d,)`` or a dict by site name (arrays of the sites' shapes, or scalars).
+        With a function, ``dense_mass`` is False by default, so that the coordinates are those of
+        the sites, each in units of its posterior SD. Or ``"potential"`` (default), for
         :func:`~numpyro_sgmcmc.dynamics.potential_metric`.
     :param float friction: friction coefficient :math:`\gamma`, positive; 1 in the paper. Default
         1.5.
@@ -466,9 +467,9 @@ class SGRHMC(RiemannianKernel):
 class SGRLD(RiemannianKernel):
     r"""Stochastic-gradient Riemannian Langevin dynamics.
 
-    Weak order 1, one minibatch gradient per step (two with control variates). Choose it if a good
-    metric is known and a momentum does not help; otherwise :class:`~numpyro_sgmcmc.SGRHMC`, which
-    takes longer steps.
+    Weak order 1, one minibatch gradient per step (two with control variates). Choose this kernel if
+    a good metric is known and a momentum does not help. Otherwise choose
+    :class:`~numpyro_sgmcmc.SGRHMC`, which takes longer steps.
 
     .. math:: d\theta = (-G^{-1}\nabla U + \Gamma)\,dt + \sqrt{2G^{-1}}\,dW, \qquad
         \Gamma_i = \textstyle\sum_j \partial_j (G^{-1})_{ij}
@@ -509,12 +510,12 @@ def _init_no_auxiliary(rng_key: Array, dim: int) -> Array:
 class RecipeKernel(SGMCMCKernel):
     r"""A sampler from the user's D, Q and h.
 
-    Weak order 1, one minibatch gradient per step (two with control variates). Choose it to try a
-    new SDE; the dedicated kernels are faster and have better integrators. The derivatives in
-    :math:`\Gamma` are taken automatically.
+    Weak order 1, one minibatch gradient per step (two with control variates). Choose this kernel to
+    try a new SDE. The dedicated kernels are faster and have better integrators. JAX computes the
+    derivatives in :math:`\Gamma`.
 
-    All functions are of :math:`z = (\theta, a)`, flat: the position in preconditioned units, shape
-    ``(d,)``, then the auxiliary variables, ``n`` in all.
+    The argument of all functions is the flat :math:`z = (\theta, a)` of shape ``(n,)``. It has the
+    position in preconditioned units, shape ``(d,)``, and then the auxiliary variables.
 
     .. math::
 
@@ -526,20 +527,20 @@ class RecipeKernel(SGMCMCKernel):
     Reference: Ma, Chen and Fox (2015), *A complete recipe for stochastic gradient MCMC*, equations
     (2) to (6).
 
-    :param diffusion: D: maps z to a positive semi-definite matrix of shape ``(n, n)``, or to its
-        diagonal.
-    :param curl: Q: maps z to a skew-symmetric matrix of shape ``(n, n)``.
-    :param hamiltonian: h: maps z to the energy that is added to the posterior's, a scalar. The
+    :param diffusion: D, a function from z to a positive semi-definite matrix of shape ``(n, n)``,
+        or to its diagonal.
+    :param curl: Q, a function from z to a skew-symmetric matrix of shape ``(n, n)``.
+    :param hamiltonian: h, a function from z to a scalar, the energy that is added to U. The
         integral of :math:`e^{-h}` over the auxiliary variables must be the same at every position,
-        as it is if h depends on these alone; without auxiliary variables h is constant.
-    :param auxiliary: ``(rng_key, d) -> (n - d,)``, initial values of the auxiliary variables,
-        ``init_auxiliary`` of :class:`~numpyro_sgmcmc.dynamics.Recipe`. Default: there are none.
+        as it is if h depends on these alone. Without auxiliary variables h must be constant.
+    :param auxiliary: a function ``(rng_key, d) -> (n - d,)`` that returns initial values of the
+        auxiliary variables. Default: there are none.
     :param str integrator: ``"euler"``.
     :param options: see :class:`~numpyro_sgmcmc.SGHMCSplit`, also for ``model``, ``potential_fn``.
-    :raises InvalidArgumentError: at ``init``, if D is not positive semi-definite, Q not skew, one
-        of the wrong shape, or if h changes with the position. The last is detected for energies
-        that are a sum of a function of the position and one of the auxiliary variables, or
-        quadratic in these (100 at most).
+    :raises InvalidArgumentError: at ``init``, if D is not positive semi-definite, Q is not skew, a
+        shape is wrong, or the integral of :math:`e^{-h}` changes with the position. The last is
+        detected if h is a sum of a function of the position and one of the auxiliary variables, or
+        quadratic in the latter (at most 100).
 
     **Example** Stochastic-gradient HMC with friction 1.5:
 
@@ -592,9 +593,9 @@ class RecipeKernel(SGMCMCKernel):
 class SGHMC(UnderdampedKernel):
     r"""Stochastic-gradient HMC with Euler's method.
 
-    Weak order 1, one minibatch gradient per step (two with control variates). Choose it to compare
-    with published results; :class:`~numpyro_sgmcmc.SGHMCSplit` costs the same and takes steps
-    three times as large for the same bias. One step of size :math:`h` from :math:`(\theta, p)`:
+    Weak order 1, one minibatch gradient per step (two with control variates). Choose this kernel to
+    compare with published results. :class:`~numpyro_sgmcmc.SGHMCSplit` costs the same per step and
+    has the same bias at steps three times as large. A step of size h from :math:`(\theta, p)` is
 
     .. math::
 
@@ -618,9 +619,9 @@ class SGHMC(UnderdampedKernel):
 class SGLD(SGMCMCKernel):
     r"""Stochastic-gradient Langevin dynamics.
 
-    Weak order 1, one minibatch gradient per step (two with control variates). Choose it as the
-    simplest baseline: it needs about four times the steps of
-    :class:`~numpyro_sgmcmc.SGHMCSplit` for the same bias. One step of size :math:`h`:
+    Weak order 1, one minibatch gradient per step (two with control variates). Choose this kernel as
+    the simplest baseline. For the same bias it needs about four times as many steps per draw as
+    :class:`~numpyro_sgmcmc.SGHMCSplit`. One step of size :math:`h`, and the SDE:
 
     .. math:: \theta \leftarrow \theta - h\nabla\tilde U(\theta) + \sqrt{2h}\,\zeta
 

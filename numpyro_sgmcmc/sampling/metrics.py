@@ -40,7 +40,7 @@ class MirroredGamma(dist.Distribution):
     """Gamma distribution of scale one with a random sign, on the real line.
 
     :param concentration: concentration of the gamma distribution, positive.
-    :param validate_args: whether parameters and values are checked. Default: NumPyro's setting.
+    :param validate_args: whether to check parameters and values. Default: NumPyro's setting.
     """
 
     arg_constraints: ClassVar = {"concentration": constraints.positive}
@@ -76,7 +76,7 @@ class ExpandedMean(Reparam):
     """Expanded-mean reparametrisation of a Dirichlet site, for :func:`numpyro.handlers.reparam`.
 
     The site ``name`` becomes deterministic. A latent site ``name_mirrored`` takes its place, with a
-    real number for each entry. Its metric is :func:`expanded_mean`.
+    real number for each entry. The metric of this site is :func:`expanded_mean`.
 
     :raises ValueError: for a site that is observed, or has another distribution.
 
@@ -108,13 +108,13 @@ class ExpandedMean(Reparam):
 def expanded_mean(*names: str) -> Callable[[Mapping[str, Array]], dict[str, Any]]:
     """Return the Fisher metric of simplex sites, for ``inverse_metric`` of a Riemannian kernel.
 
-    For sites reparametrised by :class:`ExpandedMean` its inverse is diag(:math:`|t|`), for all
-    others 1. With ``adapt_mass_matrix=False`` it is the metric of Patterson and Teh (2013), whose
-    step size is twice the h of this package; otherwise the mass matrix multiplies it.
+    The inverse metric is diag(:math:`|t|`) for sites t reparametrised by :class:`ExpandedMean`, and
+    1 for all others. With ``adapt_mass_matrix=False`` it is that of Patterson and Teh (2013), whose
+    step size is twice the h of this package. Otherwise the mass matrix multiplies it.
 
     :param names: names of the Dirichlet sites in the model.
     :return: function of the unconstrained values by site.
-    :raises ValueError: if the model does not have such a site, or it is not reparametrised.
+    :raises ValueError: if the model has no such site, or the site is not reparametrised.
     """
     if not names or not all(isinstance(n, str) for n in names):
         raise InvalidArgumentError(

@@ -55,79 +55,81 @@ _FIX_BY_FOREIGN_KEYWORD = {
 class Options:
     r"""Keywords of all kernels.
 
-    :param step_size: step size in preconditioned units (posterior standard deviations), positive;
-        or a schedule ``int -> float`` of the number of steps so far, warm-up included, such as any
-        optax schedule. A value that jit or vmap traces is used by the chains alone; the warm-up,
-        which needs a number, uses the integrator's default. Default None: chosen in warm-up.
+    :param step_size: step size in preconditioned units (posterior standard deviations), positive.
+        Or a schedule ``int -> float`` of the number of steps so far, warm-up included, such as any
+        optax schedule. If jit or vmap traces the value, only the chains use it. The warm-up, which
+        needs a number, then uses the integrator's default. Default None: chosen in warm-up.
     :param num_steps: stochastic-gradient steps per iteration. Default None: chosen in warm-up so
-        that draws are approximately independent, from 1 to 500.
-    :param inverse_mass_matrix: estimate of the posterior covariance in unconstrained space: shape
-        ``(d,)``, ``(d, d)``, or a dict of blocks by tuples of site names. Used as given. Default
-        None: adapted in warm-up.
+        that draws are approximately independent, from 1 to 500 (more with ``gibbs_fn``).
+    :param inverse_mass_matrix: estimate of the posterior covariance in unconstrained space, which
+        is used as given. Shape ``(d,)``, ``(d, d)``, or a dict of blocks by tuples of site names.
+        Default None: adapted in warm-up.
     :param dense_mass: whether the adapted mass matrix is dense: a bool, or a list of tuples of site
-        names that form blocks. Default None: dense for up to 100 coordinates. Otherwise it is a
+        names that form blocks. Default None: dense for up to 100 coordinates. For more, it is a
         diagonal plus a matrix of low rank, estimated from draws and gradients.
     :param adapt_step_size: whether to choose the step size in warm-up if ``step_size`` is None. If
         False, the integrator's default is used. Default True.
-    :param shrink_step_size_on_divergence: whether to halve a number given as ``step_size``, chain
-        by chain, if iterations diverge repeatedly in warm-up. Default True.
+    :param shrink_step_size_on_divergence: whether a chain halves a number given as ``step_size`` if
+        an iteration diverges in warm-up. In the first quarter, only a second one in a row counts.
+        Default True.
     :param adapt_mass_matrix: whether to adapt the mass matrix in warm-up if
         ``inverse_mass_matrix`` is None. If False, the identity is used. Default True.
     :param gradient_estimator: ``"minibatch"``, ``"control_variate"``,
-        ``"second_order_control_variate"`` (keeps a Hessian, so for few coordinates), or ``"auto"``
-        (default): the one of highest estimated efficiency per gradient evaluation, by the gradient
-        noise measured in warm-up.
+        ``"second_order_control_variate"`` (stores a Hessian, so for few coordinates), or ``"auto"``
+        (default): the one with the highest estimated efficiency per gradient evaluation, given the
+        gradient noise measured in warm-up.
     :param subsampling: ``"contiguous"`` (consecutive rows), ``"shuffled"`` (random rows, each once
-        per epoch), ``"palindrome"`` (the same, every second epoch in the reverse order of the
+        per epoch), ``"palindrome"`` (as shuffled, but every second epoch reverses the order of the
         first), ``"iid"`` (random rows with replacement), or ``"auto"`` (default): contiguous
         minibatches, unless they are clearly noisier than random ones.
     :param noise_compensation: whether to inject less noise where the minibatch gradient adds noise:
         :math:`2\gamma h - h^2\hat V` instead of :math:`2\gamma h` (Ma, Chen and Fox 2015, equation
-        (9)), with :math:`\hat V` estimated in warm-up from per-observation gradients at typical
-        positions. For minibatch gradients, whose noise is about the same everywhere; that of
-        control variates is compensated on average only. Needs independent minibatches:
+        (9)). The warm-up estimates :math:`\hat V` from per-observation gradients in the bulk of the
+        posterior. Use it for minibatch gradients, whose noise is about the same everywhere. That of
+        control variates is compensated on average only. Minibatches must be independent, so
         ``subsampling`` is then ``"iid"``. Default False.
-    :param max_grad_norm: largest norm of the gradient in a step, in preconditioned units, in which
-        the norm at a draw from a Gaussian posterior is about :math:`\sqrt d`; longer gradients are
-        scaled down to it. Clipping biases the draws, which become overdispersed;
-        :func:`~numpyro_sgmcmc.bias_report` uses gradients without clipping and estimates by how
-        much. Default None: no clipping.
+    :param max_grad_norm: largest norm of the gradient in a step, in preconditioned units. Longer
+        gradients are scaled down to it. At a draw from a Gaussian posterior the norm is about
+        :math:`\sqrt d`. Clipping makes the draws overdispersed.
+        :func:`~numpyro_sgmcmc.bias_report` estimates by how much, from gradients without clipping.
+        Default None: no clipping.
     :param target_sd_bias: largest predicted relative error of posterior standard deviations at the
         step size chosen in warm-up, in (0, 1). Default 0.05.
-    :param init_strategy: NumPyro initialisation strategy, from which the warm-up starts.
-    :param forward_mode_differentiation: whether gradients are taken in forward mode, for models
-        with ``lax.while_loop``; their cost grows with the number of coordinates. Default False.
+    :param init_strategy: NumPyro initialisation strategy for the warm-up. Default
+        ``init_to_uniform``.
+    :param forward_mode_differentiation: whether gradients are computed in forward mode, for models
+        with ``lax.while_loop``. Their cost grows with the number of coordinates. Default False.
     :param init_in_modes: whether to distribute the chains over the posterior modes of comparable
-        mass that the warm-up detects, each with a separate preconditioner and control variate;
-        R-hat then compares modes. Vectorized and parallel chains are assigned in turn, others at
+        mass that the warm-up detects. Each mode has a separate preconditioner and control variate,
+        and R-hat compares modes. Vectorized and parallel chains are assigned in turn, others at
         random. Default False: all chains start in the mode of best fit, with a warning if there are
         others.
-    :param gibbs_fn: samples sites inside the subsampled plate from their conditional distribution,
-        as in :class:`~numpyro.infer.hmc_gibbs.HMCGibbs`, for the rows of a minibatch. It is called
-        with the keywords ``rng_key``, ``gibbs_sites`` and ``hmc_sites`` (dicts of constrained
-        values; of the minibatch for sites inside the plate), and ``rows`` (indices). It returns a
-        dict of new values of all ``gibbs_sites``. If its signature has ``model_args`` and
-        ``model_kwargs``, it gets the model's arguments; arrays on the host can be indexed by
-        ``rows``. Its distribution is not checked.
-    :param gibbs_sites: names of those sites, which may be discrete.
-    :param keep_locals: whether the values of ``gibbs_sites`` are kept from one visit of a row to
-        the next. If False, they are sampled from their prior given the global sites at each
-        minibatch, updated by ``num_gibbs_sweeps`` calls of ``gibbs_fn``, and dropped after the
-        step: for data so large that local values do not fit in memory. The posterior of the global
-        sites is then right only as far as the calls converge, which is not checked. Default True.
-    :param num_gibbs_sweeps: calls of ``gibbs_fn`` per minibatch with ``keep_locals=False``; one is
+    :param gibbs_fn: function that samples sites inside the subsampled plate from their conditional
+        distribution, as in :class:`~numpyro.infer.hmc_gibbs.HMCGibbs`, for the rows of a minibatch.
+        Its keywords are ``rng_key``, ``gibbs_sites``, ``hmc_sites`` and ``rows``. The second and
+        third are dicts of constrained values, of the minibatch for sites inside the plate; ``rows``
+        are indices. It returns a dict of new values of all ``gibbs_sites``. If its signature has
+        ``model_args`` and ``model_kwargs``, it gets the model's arguments, in which arrays on the
+        host can be indexed by ``rows``. Its distribution is not checked. Default None.
+    :param gibbs_sites: names of the sites that ``gibbs_fn`` samples, which may be discrete.
+    :param keep_locals: whether to store the values of ``gibbs_sites`` from one visit of a row to
+        the next. If False, they are sampled at each minibatch from their prior given the global
+        sites, updated by ``num_gibbs_sweeps`` calls of ``gibbs_fn``, and dropped after the step.
+        Use False if local values of all rows do not fit in memory. The posterior of the global
+        sites is then right only if the calls converge, which is not checked. Default True.
+    :param num_gibbs_sweeps: calls of ``gibbs_fn`` per minibatch with ``keep_locals=False``. One is
         enough if ``gibbs_fn`` samples all sites jointly. Default 1.
     :param collect_local_sites: whether draws contain the sites that ``gibbs_fn`` samples, for all
         rows: a bool, or names of such sites. Default False, because a draw then takes memory
-        proportional to the number of rows. Draws contain other sites inside the plate always.
-    :param collect_sites: names of the sites whose draws are kept, deterministic ones included. For
-        the others, those of ``collect_local_sites`` included, running means and SDs are kept
+        proportional to the number of rows. Draws always contain other sites inside the plate.
+    :param collect_sites: names of the sites whose draws are kept, deterministic ones included. Of
+        all other sites (also of ``collect_local_sites``) running means and SDs are kept
         (:func:`~numpyro_sgmcmc.running_moments`), so that memory does not grow with the run.
         Default None: draws of all sites but ``gibbs_sites`` are kept.
     :param running_quantiles: probabilities, between 0 and 1, of the quantiles that are estimated
-        for the sites without draws. Default none.
-    :param running_covariances: names of sites whose joint covariance matrix is computed although
-        draws are not kept; its memory is the square of their number of values. Default none.
+        for the sites without draws. Default: none.
+    :param running_covariances: names of sites without draws whose joint covariance matrix is
+        computed. Its memory is the square of their number of values. Default: none.
     :raises InvalidArgumentError: for a value out of range.
     """
 
@@ -332,7 +334,7 @@ class Options:
 
 
 class KernelOptions(TypedDict, total=False):
-    """Types of :class:`Options`, with which type checkers check a kernel's keywords."""
+    """Types of :class:`Options`, by which type checkers check a kernel's keywords."""
 
     step_size: float | Callable[[Any], Any] | None
     num_steps: int | None

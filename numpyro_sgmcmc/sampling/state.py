@@ -34,17 +34,17 @@ from numpyro_sgmcmc.sampling.site_moments import CollectedSites, SiteMoments
 class SGMCMCState(NamedTuple):
     """State of a chain between iterations, a named tuple of these fields.
 
-    - **i** - iteration, counted from the first of the warm-up.
+    - **i** - number of the iteration, counted from the first of the warm-up.
     - **z** - dict of the unconstrained values of the latent sites.
     - **dynamics_state** - state of the SDE in preconditioned coordinates: position, momentum, ...
     - **streams** - state of the minibatch stream of each subsampled plate.
     - **num_steps** - stochastic-gradient steps per iteration.
-    - **weight** - weight of the draw in averages: the sum of the iteration's step sizes, zero
+    - **weight** - weight of the draw in averages: the sum of the iteration's step sizes, or zero
       where a schedule explores.
     - **diverging** - whether the iteration reached numbers that are not finite, moved by 1,000
       posterior SDs or more, or did not move. The chain then restarts from the position at the
-      iteration's start; in warm-up, and after a second divergence in a row, halfway between it and
-      the center.
+      iteration's start. In warm-up, and after a second divergence in a row, it restarts halfway
+      between that position and the center.
     - **adapt_state** - an :class:`AdaptState`.
     - **moments** - running sums for estimates of the chain's bias.
     - **step_size_monitor** - temperatures for the warm-up's check of the step size.
