@@ -63,9 +63,9 @@ def format_message(problem: str, fix: str, entry: str) -> str:
 
 
 class ExplainedError(Exception):
-    """Base of errors that carry a fix and a troubleshooting entry.
+    """Base of errors that have a fix and an entry of the troubleshooting page.
 
-    The type distinguishes them from errors that the model, NumPyro or JAX raise.
+    Errors that the model, NumPyro or JAX raise have other types.
 
     :param problem: what is wrong.
     :param fix: what to do.
@@ -89,15 +89,15 @@ class InvalidModelError(ExplainedError, ValueError):
 
 
 class InitializationError(ExplainedError, ValueError):
-    """Raised where no initial position has a finite log density and gradient."""
+    """Raised if no initial position is valid, pilot chains diverge, or ``init`` was not called."""
 
 
 class DataReadError(ExplainedError, RuntimeError):
-    """Raised where rows on the host cannot be read, or hold values that cannot be used."""
+    """Raised if rows on the host cannot be read, or have values that cannot be used."""
 
 
 class CheckpointError(ExplainedError, RuntimeError):
-    """Raised where a checkpointed run cannot be written or read, or is in use."""
+    """Raised if a checkpointed run cannot be written or read, or is in use."""
 
 
 class SGMCMCWarning(UserWarning):
@@ -109,15 +109,15 @@ class GradientNoiseWarning(SGMCMCWarning):
 
 
 class SubsampleSizeWarning(SGMCMCWarning):
-    """Draws are predicted to be faster with another batch size, or adaptation to be slow."""
+    """Adaptation or draws are predicted to take a long time with this batch size."""
 
 
 class DiscretisationWarning(SGMCMCWarning):
-    """The integrator's discretisation error is predicted to bias means or limits the step size."""
+    """The integrator's discretisation error is predicted to bias means, or limits the step size."""
 
 
 class StepSizeWarning(SGMCMCWarning):
-    """The user's step size is predicted to bias the posterior."""
+    """The user's step size is predicted to bias means or SDs, or to make chains diverge or stop."""
 
 
 class DataOrderWarning(SGMCMCWarning):
@@ -141,19 +141,19 @@ class NonIdentifiedPosteriorWarning(SGMCMCWarning):
 
 
 class ConvergenceWarning(SGMCMCWarning):
-    """Chains had not converged when the warm-up ended."""
+    """The pilot chains of the warm-up had not converged."""
 
 
 class LocalLatentsWarning(SGMCMCWarning):
-    """Local latent variables are updated more often than a draw needs."""
+    """Local latent variables are updated more often than a draw needs, or affect no other site."""
 
 
 class EnumerationWarning(SGMCMCWarning):
-    """A discrete site is summed out, although it is not marked for it."""
+    """A discrete site is summed out, although the model does not mark it for enumeration."""
 
 
 class PlateWarning(SGMCMCWarning):
-    """A batch dimension of a site has no plate."""
+    """A batch dimension of a site has no plate, or the model has no subsampled plate."""
 
 
 class GroupCodesWarning(SGMCMCWarning):
@@ -165,15 +165,15 @@ class DroppedSiteWarning(SGMCMCWarning):
 
 
 class ShardingWarning(SGMCMCWarning):
-    """A minibatch does not divide evenly among devices."""
+    """The size of a minibatch is not a multiple of the number of devices."""
 
 
 class CheckpointWarning(SGMCMCWarning):
-    """A checkpointed run was interrupted or could not be stored completely."""
+    """A checkpointed run was interrupted, or its last checkpoint is damaged."""
 
 
 class ModelWarningKind(Enum):
-    """Properties of a posterior that bias the draws without a trace in the chains."""
+    """Properties of a posterior that bias the draws but need not show in the chains."""
 
     INCONSISTENT_GRADIENT = "inconsistent gradient"
     MULTIMODAL = "multimodal"
@@ -194,9 +194,9 @@ _CATEGORY_OF_KIND = {
 
 
 class ModelWarning(NamedTuple):
-    """A property of the posterior that the warm-up detected, kept for the bias report.
+    """A property of the posterior that the warm-up has detected, stored for the bias report.
 
-    - **sites** - names of the sites that are concerned; empty for all.
+    - **sites** - names of the affected sites; empty if all are affected.
     - **kind** - what was detected.
     - **message** - what is wrong, and the fix.
     """

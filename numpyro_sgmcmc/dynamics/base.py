@@ -95,16 +95,16 @@ class GradientNoiseCovariance(NamedTuple):
 class Dynamics:
     """An SDE over a flat position of shape ``(d,)`` and auxiliary variables.
 
-    Everything is in preconditioned coordinates: unit mass, posterior covariance about the identity.
-    A state is a NamedTuple of arrays whose first field is the position. Subclasses are frozen
-    dataclasses, because they are compiled into the step. The integrators' step sizes are tuned for
-    the defaults of the subclass's fields; for other values the warm-up simulates a Gaussian to find
-    a step size.
+    All quantities are in preconditioned coordinates, with unit mass and a posterior covariance
+    about the identity. A state is a NamedTuple of arrays whose first field is the position.
+    Subclasses are frozen dataclasses, because they are compiled into the step. The integrators'
+    step sizes are tuned for the defaults of the subclass's fields. For other values, the warm-up
+    simulates a Gaussian to find a step size.
 
     A subclass has a ``State``, :attr:`flows`, :attr:`integrators`, :meth:`sample_auxiliary` (or an
-    :meth:`init`), :meth:`relaxation_time`, :meth:`variance_inflation` and :meth:`stiffness`, and
-    :meth:`energy` if there are auxiliary variables, for
-    :func:`~numpyro_sgmcmc.diagnostics.check_invariance`. All other members have defaults.
+    :meth:`init`), :meth:`relaxation_time`, :meth:`variance_inflation` and :meth:`stiffness`. With
+    auxiliary variables it also has :meth:`energy`, which
+    :func:`~numpyro_sgmcmc.diagnostics.check_invariance` uses. Other members have defaults.
     """
 
     State: ClassVar[type]
@@ -118,7 +118,7 @@ class Dynamics:
 
     @property
     def has_default_settings(self) -> bool:
-        """True if all fields have their defaults, for which the step sizes are tuned."""
+        """True if all fields have their defaults, for which step sizes are tuned."""
         return all(getattr(self, field.name) == field.default for field in fields(self))
 
     @property
@@ -142,9 +142,9 @@ class Dynamics:
 
     @property
     def resampling_periods(self) -> Mapping[str, int]:
-        """Auxiliary variables that are resampled, with the number of steps between resamplings.
+        """Steps between resamplings of an auxiliary variable, by its name.
 
-        They are those for which there is a field ``<name>_period`` that is not None.
+        The mapping has the variables with a field ``<name>_period`` that is not None.
         """
         names = self.State._fields[1:]  # type: ignore[attr-defined]
         periods = {name: getattr(self, f"{name}_period", None) for name in names}
@@ -202,7 +202,7 @@ class Dynamics:
 
         :param gradient_variance: variance of the gradient estimate per coordinate.
         :param position_dependent_fraction: fraction of the gradient variance that varies over the
-            posterior, from 0 to 1; a thermostat cannot compensate it.
+            posterior, from 0 to 1. A thermostat cannot compensate this fraction.
         """
         raise NotImplementedError
 
@@ -212,12 +212,12 @@ class Dynamics:
         """Return the step's normals, scaled down by the variance that gradient noise adds.
 
         :param state: state before the step.
-        :param normals: standard normal entries, shape ``(num_noise, d)``.
+        :param normals: standard normal numbers, shape ``(num_noise, d)``.
         """
         return noise_covariance.subtract_from(normals, self.gradient_noise_fraction(step_size))
 
     def gradient_noise_fraction(self, step_size: Any) -> float:
-        """Return the fraction of the injected variance that a gradient variance of one adds."""
+        """Return the variance that gradient noise of variance one adds, over the injected one."""
         return self.variance_inflation(1.0, step_size)
 
     @property
@@ -226,7 +226,7 @@ class Dynamics:
         return math.inf
 
     def stiffness(self, curvature: float) -> float:
-        """Return the factor by which ``curvature`` shortens the step size of curvature one."""
+        """Return the factor by which the step for ``curvature`` is shorter than that for one."""
         raise NotImplementedError
 
 

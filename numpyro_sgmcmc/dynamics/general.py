@@ -53,11 +53,11 @@ class RecipeState(NamedTuple):
 
 @dataclass(frozen=True)
 class Recipe(OverdampedDynamics):
-    """The complete recipe over ``z``, the position and then the auxiliary variables.
+    """The SDE of the complete recipe for z, the position followed by the auxiliary variables.
 
-    :param diffusion: D: maps z of shape ``(n,)`` to its diagonal ``(n,)`` or a matrix ``(n, n)``.
-    :param curl: Q: maps z to a skew matrix of shape ``(n, n)``.
-    :param hamiltonian: h: maps z to the energy that is added to the posterior's.
+    :param diffusion: D, a function from z of shape ``(n,)`` to a matrix ``(n, n)`` or its diagonal.
+    :param curl: Q, a function from z to a skew matrix of shape ``(n, n)``.
+    :param hamiltonian: h, a function from z to the energy that is added to the posterior's.
     :param init_auxiliary: ``(rng_key, dim) -> (k,)``, initial values of the auxiliary variables;
         ``auxiliary`` of :class:`~numpyro_sgmcmc.RecipeKernel`.
     """

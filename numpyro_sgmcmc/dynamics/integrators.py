@@ -23,10 +23,10 @@ class Flow(NamedTuple):
     """The solution of one part of an SDE over a time.
 
     - **apply** - ``(state, time, gradient_fn, normals) -> state``, the identity for time zero.
-      ``gradient_fn`` maps a position of shape ``(d,)`` to the minibatch gradient of U there, and
+      ``gradient_fn`` maps a position of shape ``(d,)`` to the minibatch gradient of U there.
       ``normals`` has shape ``(num_noise, d)`` and standard normal entries.
-    - **num_gradients** - gradient evaluations. Default 0.
-    - **num_noise** - standard normal vectors. Default 0.
+    - **num_gradients** - number of gradient evaluations. Default 0.
+    - **num_noise** - number of standard normal vectors. Default 0.
     """
 
     apply: Callable[[Any, Any, GradientFn, Array], Any]
@@ -35,12 +35,12 @@ class Flow(NamedTuple):
 
 
 class Part(NamedTuple):
-    """A flow's place in an integrator.
+    """The place of a flow in an integrator.
 
     - **flow_name** - name of the flow.
-    - **fraction** - fraction of the step for which it runs. Default 1.
-    - **every_n_steps** - period in steps: the flow runs in the last step of each period, for the
-      time of the whole period. Default 1.
+    - **fraction** - fraction of the step size for which the flow runs. Default 1.
+    - **every_n_steps** - number of steps in a period. The flow runs in the last step of each
+      period, for the time of the whole period. Default 1.
     """
 
     flow_name: str
@@ -54,11 +54,11 @@ class Integrator(NamedTuple):
     - **parts** - the flows in their order.
     - **order** - weak order: the error of expectations is O(step_size ** order).
     - **step_size** - largest step size, in preconditioned units, at the SDE's default settings and
-      with an exact gradient. Tuned so that the SDs of Gaussians up to curvature 3.5 are within 5%:
+      with an exact gradient. With it, the SDs of Gaussians with curvatures up to 3.5 are within 5%:
       see ``test_default_step_size_*`` in tests/dynamics/test_orders.py and
       tests/sampling/test_kernels.py.
     - **gradient_at_end** - whether the step's first gradient is taken at the position where the
-      step ends; otherwise it is taken at, or near, the position where it starts. Default False.
+      step ends. If False (default), it is taken at, or near, the position where the step starts.
     """
 
     parts: tuple[Part, ...]

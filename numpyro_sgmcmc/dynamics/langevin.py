@@ -71,14 +71,14 @@ class Kinetics:
         K_c(p) = \sum_i \int_0^{g_i} \tanh(cx/2)^a\,dx, \qquad g_i = |p_i|^{1/a}/m,
 
     whose gradient is :math:`\tfrac{1}{am}\operatorname{sign}(p)\,\tanh(cg/2)^a\,|p|^{1/a - 1}`. For
-    :math:`a = 1/2` it is the Gaussian :math:`p^2/m`, which needs no softening. Up to a constant,
-    these are the energies of Zhang et al. (2017), appendix C, for :math:`a = 1` and :math:`a = 2`;
-    the paper's gradient for a general :math:`a` is misprinted.
+    :math:`a = 1/2` the energy is the Gaussian :math:`p^2/m`, without softening. For :math:`a = 1`
+    and :math:`a = 2` it is, up to a constant, that of Zhang et al. (2017), appendix C. The paper's
+    gradient for a general :math:`a` is misprinted.
 
-    :param float a: shape: 1/2 is Gaussian; larger values have momenta with heavier tails. In
-        [0.5, 2].
+    :param float a: shape, in [0.5, 2]. At 1/2 momenta are Gaussian; larger values have heavier
+        tails.
     :param float mass: m, positive.
-    :param float softening: c, positive; larger values soften less.
+    :param float softening: c, positive. Larger values soften less.
     """
 
     a: float
@@ -376,9 +376,9 @@ class UnderdampedLangevin(UnderdampedDynamics):
     """Underdamped Langevin dynamics with unit mass.
 
     :param float friction: friction coefficient, positive, in units of one over time.
-    :param int num_leapfrog: leapfrog steps between momentum refreshments, for Lie-Trotter; None for
+    :param int num_leapfrog: leapfrog steps between momentum refreshments, for Lie-Trotter. None for
         other integrators.
-    :param bool is_fsal: whether the state holds the last gradient for the next step ("first same
+    :param bool is_fsal: whether the state stores the last gradient for the next step ("first same
         as last"), as BAOAB and OBABO need.
     """
 

@@ -42,9 +42,9 @@ def potential_metric(q: Array) -> Array:
     r"""Return the inverse metric of gSGRHMC, :math:`G^{-1} \propto \sqrt{|U + C|}`, a scalar.
 
     It is larger where the potential is larger, so that steps are longer in the tails. The potential
-    is replaced by its quadratic expansion about the center in preconditioned coordinates,
-    :math:`|q|^2/2`, which reads no data: any positive function of the position leaves the posterior
-    invariant. C = 1/2 as in the paper, and the value is about one at typical positions.
+    is replaced by :math:`|q|^2/2`, its quadratic expansion about the center in preconditioned
+    coordinates, which reads no data. This is valid, because any positive function of the position
+    leaves the posterior invariant. As in the paper C = 1/2. The value is about one in the bulk.
 
     :param q: preconditioned position, shape ``(d,)``.
     :return: a positive scalar.
@@ -56,8 +56,8 @@ def potential_metric(q: Array) -> Array:
 class RiemannianOverdampedLangevin(OverdampedDynamics):
     r"""Overdamped Langevin dynamics in a metric.
 
-    :param inverse_metric: maps a preconditioned position to :math:`G^{-1}` there: a scalar, the
-        diagonal of shape ``(d,)``, or a matrix of shape ``(d, d)``.
+    :param inverse_metric: function from a preconditioned position to :math:`G^{-1}` there, as a
+        scalar, a diagonal of shape ``(d,)``, or a matrix of shape ``(d, d)``.
     """
 
     inverse_metric: Callable[[Array], Array] = potential_metric
@@ -98,7 +98,7 @@ class RiemannianUnderdampedLangevin(UnderdampedDynamics):
 
     :param inverse_metric: as in :class:`RiemannianOverdampedLangevin`.
     :param float friction: friction coefficient :math:`\gamma`, positive.
-    :param int momentum_period: steps between momentum resamplings; None for never.
+    :param int momentum_period: steps between momentum resamplings, or None for no resampling.
     """
 
     inverse_metric: Callable[[Array], Array] = potential_metric

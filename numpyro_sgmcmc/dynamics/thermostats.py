@@ -140,8 +140,8 @@ class ThermostatDynamics(UnderdampedDynamics):
 class NoseHooverThermostat(ThermostatDynamics):
     """The Nosé-Hoover thermostat with unit mass.
 
-    :param float friction: injected noise A, the stationary mean of the friction; positive.
-    :param bool per_coordinate: whether there is one thermostat per coordinate; otherwise all
+    :param float friction: injected noise A, positive; without gradient noise, the mean friction.
+    :param bool per_coordinate: whether there is one thermostat per coordinate. Otherwise all
         coordinates share one.
     """
 
@@ -171,8 +171,8 @@ class MonomialGammaThermostat(ThermostatDynamics):
     :param float gamma: stationary variance of the friction, positive.
     :param float sigma_theta: noise of the position, not negative.
     :param float sigma_xi: noise of the friction, not negative.
-    :param int momentum_period: steps between momentum resamplings; None for never.
-    :param int thermostat_period: steps between friction resamplings; None for never.
+    :param int momentum_period: steps between momentum resamplings, or None for no resampling.
+    :param int thermostat_period: steps between friction resamplings, or None for no resampling.
     """
 
     kinetics: Kinetics = LAPLACE_KINETICS
