@@ -184,7 +184,7 @@ class localised(Messenger):
             if x.shape != shape or gamma.shape not in ((), shape):
                 found = "no such global site" if shape is None else f"shape {shape}"
                 raise InvalidArgumentError(
-                    f"For site '{name}', `center` has shape {x.shape}, `precision` has shape "
+                    f"`center` of '{name}' has shape {x.shape}, `precision` has shape "
                     f"{gamma.shape}, and the model has {found}.",
                     f"use the sites and shapes of the model: {shapes}.",
                     "localised",
