@@ -94,7 +94,7 @@ class SGHMCSplit(UnderdampedKernel):
         in preconditioned units. Default 1.5.
     :param str integrator: ``"symmetric"``, ``"baoab"`` or ``"ubu"``. Default ``"symmetric"``, but
         ``"baoab"`` for a model with effects of many groups. There, the discretisation errors of
-        ``"symmetric"`` in the effects would add up to a bias of their scale.
+        ``"symmetric"`` in all effects together would bias the scale of the effects.
     :param options: the keywords of all kernels, see :class:`~numpyro_sgmcmc.kernel.Options`.
     :raises InvalidArgumentError: for an option out of range.
 
