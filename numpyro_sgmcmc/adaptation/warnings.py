@@ -261,8 +261,8 @@ def find_long_draw_warnings(
         remedies = _describe_remedies(inputs, _find_fastest_draw(inputs, choice, step))
         fix = f"{remedies[:-1]}; or {fix}"
     yield PendingWarning(
-        f"A draw takes {num_steps} steps, because longer steps would bias the mean of '{site}' by "
-        f"{cause}.",
+        f"Draws take {num_steps} steps each, because longer steps would bias the mean of '{site}' "
+        f"by {cause}.",
         SubsampleSizeWarning,
         fix,
         "long-draws",
