@@ -203,7 +203,7 @@ def find_noise_warnings(
     if is_dependent and is_thermostat_active(inputs, choice.noise_stats, step_size):
         yield PendingWarning(
             f"With subsampling={choice.subsampling.name!r}, gradient noise cancels over an epoch, "
-            "which the thermostat does not expect: SDs may be too narrow.",
+            "so the thermostat damps too strongly and SDs may be too narrow.",
             GradientNoiseWarning,
             "use a larger subsample_size, or a kernel without a thermostat."
             if potential.local_latents is not None
@@ -404,7 +404,7 @@ def _find_discretisation_warnings(
     is_underdamped = isinstance(inputs.settings.dynamics, UnderdampedLangevin)
     if is_underdamped and limit < _MAX_ADVISED_STEP_SIZE_RATIO * noise_limit:
         yield PendingWarning(
-            f"The step size is {limit:.2g}, because the discretisation error of {noise_limit:.2g} "
+            f"The step size is {limit:.2g}, because the discretisation error at {noise_limit:.2g} "
             "would bias posterior means.",
             DiscretisationWarning,
             fix,

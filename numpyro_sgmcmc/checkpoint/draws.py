@@ -25,7 +25,7 @@ def open_draws(folder: str | Path) -> Any:
 
     While the run goes on, the object has the draws up to the last checkpoint.
 
-    :param folder: folder that the run has as ``checkpoint``.
+    :param folder: folder of the run, the argument ``checkpoint`` of :class:`CheckpointedMCMC`.
     :return: :class:`arviz.InferenceData` for ArviZ 0.x, :class:`xarray.DataTree` for 1.x. Its
         groups are ``posterior`` (unless ``keep_draws=False``) and ``sample_stats``, with the
         dimensions ``(chain, draw, ...)``.

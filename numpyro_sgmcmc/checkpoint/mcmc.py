@@ -67,13 +67,13 @@ class CheckpointedMCMC(MCMC):
     second Ctrl-C raises ``KeyboardInterrupt`` at once; draws up to the last checkpoint are stored.
 
     :param sampler: a kernel of this package.
-    :param num_warmup: number of warm-up iterations. It and all parameters that are not listed here
-        are those of ``MCMC``.
+    :param num_warmup: number of warm-up iterations, as for ``MCMC``. Parameters that are not listed
+        here are also those of ``MCMC``.
     :param num_samples: number of draws per chain, before thinning.
     :param checkpoint: folder of the run, which need not exist. Only one run may use it at a time.
         Processes that share rows use the same folder.
     :param checkpoint_every: number of draws per chain, after thinning, between two checkpoints. In
-        warm-up, a checkpoint follows the iterations of as many draws. These draws are in memory.
+        warm-up, the iterations of as many draws. Draws since the last checkpoint are in memory.
         Default None: a twentieth of the draws.
     :param keep_draws: whether to store the draws of the sites. If False, only :meth:`running_mean`,
         :meth:`running_variance` and fields such as ``diverging`` are stored. Default True.
@@ -166,7 +166,7 @@ class CheckpointedMCMC(MCMC):
         """Run from the start, as ``MCMC.run`` does, in a folder that holds no run yet.
 
         The parameters are those of ``MCMC.run``. The first checkpoint follows the part of the
-        warm-up that all chains share. A run that was killed before it has to be run again.
+        warm-up that all chains share. A run that is killed before must be started again.
 
         :raises FileExistsError: if the folder holds a run.
         :raises RuntimeError: if a checkpoint cannot be written, for example on a full disk, or
@@ -220,7 +220,7 @@ class CheckpointedMCMC(MCMC):
         :param kwargs: the model's keyword arguments.
         :raises FileNotFoundError: if the folder holds no run.
         :raises ValueError: if kernel, settings, model, data or versions differ from those of the
-            run, which the message names, or if the run was stored in another format.
+            run (the message states what differs), or if the run was stored in another format.
         :raises RuntimeError: if no checkpoint can be read, none can be written, or another process
             uses the folder.
         """

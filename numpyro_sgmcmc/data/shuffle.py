@@ -52,7 +52,7 @@ def shuffle_rows(
 
     Contiguous minibatches of shuffled rows are random minibatches, and are read fast. The order is
     a uniformly distributed permutation. The same source and seed give the same files. If the
-    process is killed, the same call resumes the work. If the files are complete, it opens them.
+    process is killed, the same call resumes the work. Complete files are only opened.
 
     :param source: Parquet or Arrow files (as in :meth:`HostArray.from_parquet`); an npy file or a
         folder of them; a Zarr array or group; or a dict of arrays that :class:`HostArray` reads.
@@ -143,7 +143,7 @@ def _open_source(
     if encoded := as_names(categories):
         raise InvalidArgumentError(
             f"`categories` names '{encoded[0]}', but `source` has arrays, which are not encoded.",
-            "leave `categories` out, or encode a data frame by as_arrays(frame) before.",
+            "leave `categories` out. For a data frame, as_arrays(frame) encodes its columns.",
             "table-columns",
         )
     unknown = [x for x in layout.values() if x not in list(found)]
@@ -178,7 +178,7 @@ def _find_arrays(source: Any) -> tuple[Mapping[str, Any] | None, dict[str, np.nd
             return None, {}
         raise InvalidArgumentError(
             f"`source` is of type {type(source).__name__}, which is not a source of rows.",
-            "pass the path of files, or a dict of arrays; for a data frame, as_arrays(frame)[0].",
+            "pass a path of files or a dict of arrays. For a data frame, pass as_arrays(frame)[0].",
             "table-files",
         )
     path = Path(source)

@@ -134,7 +134,7 @@ class _FrameBlock(_Block):
         if dtype == "object" and not is_encoded:
             raise InvalidArgumentError(
                 f"Column '{name}' has dtype object.",
-                "convert it to numbers (pandas.to_numeric), or encode it: list it in `categories`.",
+                "convert it to numbers by pandas.to_numeric, or encode it as one of `categories`.",
                 "table-columns",
             )
         return self.read(name).type
@@ -517,7 +517,7 @@ def _check_complete(name: Any, num_missing: int, what: str = "missing or infinit
     if num_missing:
         raise InvalidArgumentError(
             f"Column '{name}' has {num_missing} {what}.",
-            "leave these rows out, or replace the values. Missing levels can be one more level.",
+            "leave these rows out, or replace the values. Missing levels can be a separate level.",
             "nonfinite-data",
         )
 

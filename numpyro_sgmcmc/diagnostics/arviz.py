@@ -119,9 +119,9 @@ class LooEstimate(NamedTuple):
 def to_arviz(mcmc: MCMC, log_likelihood: Any = False, seed: int = 0) -> Any:
     """Return a run as an ArviZ object, for ArviZ 0.23 and 1.x.
 
-    The object has the draws, the fields of ``extra_fields``, the observed data (unless data are on
-    the host) and, on request, the log likelihood. The latter is evaluated in chunks of rows, so
-    that only the result is in memory, one number per draw and row.
+    The object has the draws, the fields of ``extra_fields``, the observed data (unless an argument
+    is a :class:`.HostArray`) and, on request, the log likelihood. It is evaluated in chunks of
+    rows, so that only the log likelihood, one number per draw and row, is in memory.
 
     :param mcmc: a run of one of this package's kernels.
     :param log_likelihood: rows of the log likelihood: False for none (default), True for all, a
@@ -189,7 +189,7 @@ def loo(mcmc: MCMC, num_rows: int = 1000, seed: int = 0) -> LooEstimate:
         raise InvalidModelError(
             "`loo` needs one observed site with one value per row, but the plate has the observed "
             f"sites {', '.join(map(repr, names)) or 'none'}.",
-            "sum the log likelihoods of `to_arviz` over the values of each row, for az.loo.",
+            "sum the log likelihoods of `to_arviz` for each row, and pass the sums to az.loo.",
             "loo-sites",
         )
     log_likelihood = group[names[0]]

@@ -268,9 +268,9 @@ def bias_report(
 
     By Stein's identity, running sums of positions and gradients show biased SDs and chains that
     have not converged. The report adds gradients at up to 1,024 draws, which take a few seconds.
-    They show bias that averages to zero in the sums. The curvature at draws shows regions that the
-    chains do not reach. Heavy tails are transformed. R-hat, effective sample sizes and the warnings
-    of the warm-up complete the report. A mode in which no chain was initialised stays undetected.
+    These show bias that averages to zero in the sums. The curvature at draws shows regions that the
+    chains do not reach. Heavy tails are transformed. The report also has R-hat, effective sample
+    sizes and the warnings of the warm-up. It misses a mode in which no chain was initialised.
 
     With a function of the draws, such as a network's predictions, the report is on the values of
     the function, and uses gradients at draws alone. It is exact for linear functions of Gaussian
@@ -280,18 +280,18 @@ def bias_report(
     For NumPyro's Gibbs, the report is on all continuous sites of all blocks given the discrete
     sites, by gradients on all rows at draws. For models with sites that ``gibbs_fn`` samples, it is
     on the other sites, by gradients at draws with updated local values. These gradients cost as
-    much as sampling these draws did.
+    much as sampling the same draws in the run.
 
     :param mcmc: a run of one of this package's kernels, or of Gibbs with such a block.
     :param fn: a function of one draw (a dict of values by site) and of ``row_arrays``, as in
         :func:`~numpyro_sgmcmc.diagnostics.predictive_summary`. It returns real numbers, or a dict
         of arrays of them, and has second derivatives. Default: none.
     :param row_arrays: arrays with equal numbers of rows, which ``fn`` gets after the draw, in
-        chunks of rows. Its results must have the rows along their first axis, and each must depend
-        on its own row alone.
+        chunks of rows. The results of ``fn`` must have the rows along their first axis, and each
+        result must depend on its own row alone.
     :param full_data: whether to compute gradients on all rows at ``num_draws`` draws, in place of
-        the run's minibatch gradients. They are more precise if minibatch gradients are noisy, and
-        take ``num_draws`` passes over the data. Default False.
+        the run's minibatch gradients. This is more precise if minibatch gradients are noisy, and
+        takes ``num_draws`` passes over the data. Default False.
     :param num_draws: number of evenly spaced draws for ``full_data``, for Gibbs, and for models
         with sites that ``gibbs_fn`` samples. Default 400.
     :return: the report; ``print`` shows it as a table with the recommended fixes.

@@ -72,7 +72,7 @@ class Diagnosis(StrEnum):
       for SDs), a model warning reports bias, or chains do not reach a part of the posterior.
     - **MULTIMODAL** - the warm-up has detected other modes.
     - **INCONCLUSIVE** - the limits do not exclude a bias of 0.2 SD for means or 15% for SDs, R-hat
-      is above 1.05, the ESS is below 100, or pilot chains or a funnel neck are inconclusive.
+      is above 1.05, the ESS is below 100, or the checks of pilot chains or funnels are unclear.
     - **OK** - none of these.
     """
 

@@ -137,8 +137,8 @@ class KolmogorovDistance(NamedTuple):
 def kolmogorov_distance(draws: Any, reference: Any) -> KolmogorovDistance:
     """Return the Kolmogorov distance of marginals, for example of predictions at test points.
 
-    The distance depends on the effective sample sizes. Use a reference with the ESS of the draws,
-    and compare the distance with that between two independent references.
+    The distance depends on the effective sample sizes. Use a reference with the same ESS as the
+    draws, and compare the distance with that between two independent references.
 
     :param draws: shape ``(n, ...)``, one marginal for each index of the other axes.
     :param reference: draws of a trusted run, shape ``(m, ...)``.

@@ -152,7 +152,7 @@ def _predict(kernel: SGMCMCKernel) -> list[DrawPrediction]:
     adaptation, trace = kernel.adaptation, kernel.adaptation.trace
     if trace is None:
         raise InvalidArgumentError(
-            "`suggest_subsample_size` got a kernel with all settings, so it measures no noise.",
+            "`suggest_subsample_size` got a kernel with all settings, so no noise is measured.",
             "leave out a setting, such as `step_size`.",
             "suggest-subsample-size",
         )

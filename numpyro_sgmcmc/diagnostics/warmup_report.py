@@ -80,8 +80,8 @@ def warmup_report(mcmc: MCMC) -> WarmupReport:
 
     Sections: run, initialisation, preconditioner, gradient estimator, subsampling, step size, steps
     per draw, predicted bias, warnings, chains. The report reads no data. Step sizes and variances
-    are in preconditioned coordinates. In these, posterior SDs are about one, and so is the
-    gradient's variance for a normal posterior.
+    are in preconditioned coordinates. In these coordinates, posterior SDs are about one, and for a
+    normal posterior so is the variance of the gradient.
 
     :param mcmc: a run of one of this package's kernels, or an ``MCMC`` object after its warm-up.
     :return: a page of text, which prints itself.

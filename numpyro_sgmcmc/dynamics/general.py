@@ -153,8 +153,8 @@ def check_recipe(dynamics: Recipe, dim: int) -> None:
         )
     if auxiliary.size > (dynamics.make_step("euler").num_noise - 1) * dim:
         raise InvalidArgumentError(
-            f"`auxiliary` returns {auxiliary.size} entries for {dim} coordinates, which is more "
-            "per coordinate than for one coordinate.",
+            f"`auxiliary` returns {auxiliary.size} entries for {dim} coordinates, more than {dim} "
+            "times as many as for one coordinate.",
             "let the number of auxiliary variables grow at most in proportion to the number of "
             "coordinates.",
             "recipe-shape",

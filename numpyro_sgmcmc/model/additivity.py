@@ -93,8 +93,9 @@ def check_factorises_over_plates(model_trace: ModelTrace) -> dict[str, tuple[str
             raise InvalidModelError(
                 f"The model runs on {p.subsample_size} rows of the plate '{p.name}', but not on "
                 f"{p.subsample_size + 1}.",
-                "index every array with an entry per row by the plate's indices i, and write their "
-                f"number as len(i){find_user_source_line(error)}. ({summarise_error(error)})",
+                "index every array with one entry per row by the plate's indices i. Write the "
+                "number of rows in the minibatch as len(i)"
+                f"{find_user_source_line(error)}. ({summarise_error(error)})",
                 "minibatch-indexing",
             ) from error
         for name, layout in layouts_of_minibatch.items():
@@ -231,7 +232,7 @@ def _check_one_entry_per_row(
     ]
     if plate_dim is None and (larger_dims or is_event_larger):
         raise InvalidModelError(
-            f"Site '{name}' outside of the plate '{plate.name}' has one entry per row of it.",
+            f"Site '{name}' has one entry per row of the plate '{plate.name}', but is outside it.",
             "move the site into the plate.",
             "outside-plate",
         )

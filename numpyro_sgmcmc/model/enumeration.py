@@ -189,7 +189,7 @@ def compute_log_densities(
         raise InvalidModelError(
             f"Site '{sites.names[0]}' is discrete, but its row has batch dimensions without a "
             f"plate: {sorted(unknown)}.",
-            "add a plate for each of them, or `.to_event` if they belong to one value.",
+            "add a plate for each dimension, or `.to_event` if they belong to one value.",
             "enumeration-plates",
         )
     total = jnp.zeros((), jnp.result_type(float))

@@ -390,8 +390,8 @@ def check_conditional_independence(
             raise InvalidModelError(
                 f"Site {names} is latent inside the plate '{plate.name}', but the rows of the "
                 "plate are dependent.",
-                "let only sites of the same row use the value of a row, or give the plate no "
-                "subsample_size.",
+                "use the latent values of a row only in sites of the same row, or give the plate "
+                "no subsample_size.",
                 "dependent-rows",
             )
 

@@ -540,7 +540,7 @@ class RecipeKernel(SGMCMCKernel):
     :raises InvalidArgumentError: at ``init``, if D is not positive semi-definite, Q is not skew, a
         shape is wrong, or the integral of :math:`e^{-h}` changes with the position. The last is
         detected if h is a sum of a function of the position and one of the auxiliary variables, or
-        quadratic in the latter (at most 100).
+        quadratic in the latter (at most 100 of them).
 
     **Example** Stochastic-gradient HMC with friction 1.5:
 

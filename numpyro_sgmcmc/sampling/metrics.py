@@ -118,7 +118,7 @@ def expanded_mean(*names: str) -> Callable[[Mapping[str, Array]], dict[str, Any]
     """
     if not names or not all(isinstance(n, str) for n in names):
         raise InvalidArgumentError(
-            f"`names` of expanded_mean is {describe_value(names)}, which has no site names.",
+            f"`names` of expanded_mean is {describe_value(names)}, but must be names of sites.",
             "pass the names of Dirichlet sites.",
             "expanded-mean",
         )

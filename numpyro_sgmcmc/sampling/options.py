@@ -85,8 +85,8 @@ class Options:
     :param noise_compensation: whether to inject less noise where the minibatch gradient adds noise:
         :math:`2\gamma h - h^2\hat V` instead of :math:`2\gamma h` (Ma, Chen and Fox 2015, equation
         (9)). The warm-up estimates :math:`\hat V` from per-observation gradients in the bulk of the
-        posterior. Use it for minibatch gradients, whose noise is about the same everywhere. That of
-        control variates is compensated on average only. Minibatches must be independent, so
+        posterior. Use it for minibatch gradients, whose noise is about the same everywhere. Noise
+        of control variates is compensated only on average. Minibatches must be independent, so
         ``subsampling`` is then ``"iid"``. Default False.
     :param max_grad_norm: largest norm of the gradient in a step, in preconditioned units. Longer
         gradients are scaled down to it. At a draw from a Gaussian posterior the norm is about
@@ -108,9 +108,9 @@ class Options:
         distribution, as in :class:`~numpyro.infer.hmc_gibbs.HMCGibbs`, for the rows of a minibatch.
         Its keywords are ``rng_key``, ``gibbs_sites``, ``hmc_sites`` and ``rows``. The second and
         third are dicts of constrained values, of the minibatch for sites inside the plate; ``rows``
-        are indices. It returns a dict of new values of all ``gibbs_sites``. If its signature has
-        ``model_args`` and ``model_kwargs``, it gets the model's arguments, in which arrays on the
-        host can be indexed by ``rows``. Its distribution is not checked. Default None.
+        are indices. ``gibbs_fn`` returns a dict of new values of all ``gibbs_sites``. If it has the
+        parameters ``model_args`` and ``model_kwargs``, it gets the model's arguments, whose arrays
+        on the host can be indexed by ``rows``. Its distribution is not checked. Default None.
     :param gibbs_sites: names of the sites that ``gibbs_fn`` samples, which may be discrete.
     :param keep_locals: whether to store the values of ``gibbs_sites`` from one visit of a row to
         the next. If False, they are sampled at each minibatch from their prior given the global
@@ -129,7 +129,7 @@ class Options:
     :param running_quantiles: probabilities, between 0 and 1, of the quantiles that are estimated
         for the sites without draws. Default: none.
     :param running_covariances: names of sites without draws whose joint covariance matrix is
-        computed. Its memory is the square of their number of values. Default: none.
+        computed. It takes memory for the square of their number of values. Default: none.
     :raises InvalidArgumentError: for a value out of range.
     """
 

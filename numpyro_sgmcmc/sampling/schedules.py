@@ -262,7 +262,7 @@ def systematic_resample(
     if not (weights.sum(1) > 0).all():
         raise InvalidArgumentError(
             f"`weights` of chain {int(np.argmin(weights.sum(1)))} are all zero.",
-            "leave this chain out, or run until the schedule has left its exploration.",
+            "leave this chain out, or run beyond the exploration of the schedule's first cycle.",
             "weights-values",
         )
     num = weights.shape[1] if num_draws is None else num_draws
