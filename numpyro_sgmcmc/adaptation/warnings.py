@@ -261,7 +261,7 @@ def find_long_draw_warnings(
         remedies = _describe_remedies(inputs, _find_fastest_draw(inputs, choice, step))
         fix = f"{remedies[:-1]}; or {fix}"
     yield PendingWarning(
-        f"Draws take {num_steps} steps each, because longer steps would bias the mean of '{site}' "
+        f"Each draw takes {num_steps} steps, because longer steps would bias the mean of '{site}' "
         f"by {cause}.",
         SubsampleSizeWarning,
         fix,
@@ -404,7 +404,7 @@ def _find_discretisation_warnings(
     is_underdamped = isinstance(inputs.settings.dynamics, UnderdampedLangevin)
     if is_underdamped and limit < _MAX_ADVISED_STEP_SIZE_RATIO * noise_limit:
         yield PendingWarning(
-            f"The step size is {limit:.2g}, because the discretisation error at {noise_limit:.2g} "
+            f"The step size is {limit:.2g} instead of {noise_limit:.2g}, whose discretisation error "
             "would bias posterior means.",
             DiscretisationWarning,
             fix,
