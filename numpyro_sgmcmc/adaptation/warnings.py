@@ -404,8 +404,8 @@ def _find_discretisation_warnings(
     is_underdamped = isinstance(inputs.settings.dynamics, UnderdampedLangevin)
     if is_underdamped and limit < _MAX_ADVISED_STEP_SIZE_RATIO * noise_limit:
         yield PendingWarning(
-            f"The step size is {limit:.2g} instead of {noise_limit:.2g}, whose discretisation error "
-            "would bias posterior means.",
+            f"The step size is {limit:.2g} instead of {noise_limit:.2g}, whose discretisation "
+            "error would bias posterior means.",
             DiscretisationWarning,
             fix,
             "discretisation-step-size",
