@@ -428,7 +428,7 @@ class CheckpointedMCMC(MCMC):
                 reason = " ".join(str(error).split())[:300]
                 advice = "call `run` again"
                 if last is not None:
-                    advice = f"call `resume` ({last.num_draws} draws per chain are stored)"
+                    advice = f"call `resume`. {last.num_draws} draws per chain are stored"
                 raise CheckpointError(
                     f"Writing a checkpoint to '{self._folder}' failed ({reason}).",
                     f"free disk space and {advice}.",

@@ -178,7 +178,7 @@ with lock_folder(Path(sys.argv[1])):
 
 def assert_in_use(folder, process):
     for use in (resume, lambda folder: run(mcmc_of(folder))):
-        with pytest.raises(CheckpointError, match=rf"copy' is in use.* process {process}"):
+        with pytest.raises(CheckpointError, match=rf"copy' is in use.*process {process}"):
             use(folder)
     assert open_draws(folder)["posterior"].sizes["draw"] == 6
 
