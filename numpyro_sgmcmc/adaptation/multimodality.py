@@ -266,7 +266,7 @@ def describe_other_modes(
     coverage = "Chains sample the main mode only; init_in_modes=True starts chains in each mode."
     if init_in_modes:
         kind = ModelWarningKind.MODES_VISITED
-        coverage = "A mode's share of the draws depends on where chains start, not on its mass."
+        coverage = "Chains start in each mode, so its share of the draws does not show its mass."
     modes = f"{num} other mode{plural} with about {percent:.0f}% of the mass"
     message = format_message(
         f"The posterior has {'a continuum of modes' if rotated else modes}, with {difference}.",
