@@ -62,7 +62,7 @@ def test_user_step_size_is_not_shortened_where_the_shortest_is_too_long_as_well(
     """At 500 steps per draw the noise of independent minibatches still widens SDs by 9%."""
     options = {"gradient_estimator": "minibatch", "subsampling": "iid"}
     (message,), adaptation = warm_up(step_size=0.1, **options)
-    assert "Fix: subsample_size=" in message
+    assert "Fix: use subsample_size=" in message
     assert "gradient_estimator='auto'" in message
     shortest = adaptation.relaxation_time / 500
     assert warm_up(step_size=shortest, **options)[0]
