@@ -13,7 +13,8 @@ with the expectation over the effects (Fisher's identity; the second term is zer
 at two antithetic points :math:`m_g \pm D_g^{-1/2}\xi_g` of signs, which is exact for quadratic
 functions up to the products of different effects of a group; these nearly cancel between groups
 (:func:`.balance_signs`). BFGS finds the zero of M, and its inverse Hessian is the covariance of the
-shared parameters.
+shared parameters. Once it has converged it starts again there, because secants of steps that were
+too long may have made later steps too short.
 
 Effects are normal given the shared parameters where the gradient is linear in them, as with
 Gaussian rows. The Hessian of the marginal is then exactly
@@ -355,7 +356,7 @@ def _find_mode(
     :return: None where it does not converge.
     """
     inverse_hessian, num_converged, num_distant = linearisation.shared_covariance, 0, 0
-    distance, bound = 0.0, _INIT_STEP_BOUND
+    distance, bound, is_checked = 0.0, _INIT_STEP_BOUND, conditional.blocks is not None
     gradient = linearisation.compute_marginal_gradient(layout, conditional.gradient)
     for _ in range(max_iterations):
         inputs.progress.advance(1)
@@ -405,8 +406,15 @@ def _find_mode(
         is_converged = decrement < _CONVERGED_DECREMENT and not are_distant
         num_converged = num_converged + 1 if is_converged else 0
         is_near = decrement < _NEAR_DECREMENT and _is_near(layout, known, conditional.position)
-        if is_near or num_converged == _NUM_CONVERGED:
+        if is_near or (num_converged == _NUM_CONVERGED and is_checked):
             return conditional, inverse_hessian
+        if num_converged == _NUM_CONVERGED:
+            # Secants where a step overshot may have made the inverse Hessian far too small.
+            scaled, is_joint = linearisation.scaled, linearisation.is_joint
+            linearisation = _linearise(inputs, layout, conditional.position, scaled, is_joint)
+            inverse_hessian, distance = linearisation.shared_covariance, 0.0
+            gradient = linearisation.compute_marginal_gradient(layout, conditional.gradient)
+            num_converged, is_checked = 0, True
     return None
 
 

@@ -338,6 +338,24 @@ def test_fits_are_compared_without_the_refinement(monkeypatch):
     assert fit.is_finite()
 
 
+def test_fit_continues_where_wrong_secants_make_steps_too_short(monkeypatch):
+    group, y = make_data()
+    inputs = make_inputs_of_effects(lambda e: dist.StudentT(4.0, e, 1.0), y, group, GROUPS)
+    layout = find_block_arrow_layout(inputs.potential, inputs.arguments)
+    position = np.full(layout.dim, 0.5)
+    expected = fit_hierarchy(inputs, layout, position).coordinates
+    update, calls = hierarchical_fit._update_bfgs, []
+
+    def shrink_first(*args):
+        calls.append(args)
+        return (1e-6 if len(calls) <= 2 else 1.0) * update(*args)
+
+    monkeypatch.setattr(hierarchical_fit, "_update_bfgs", shrink_first)
+    found = fit_hierarchy(inputs, layout, position).coordinates
+    distance = layout.take_shared(expected.solve(found.center - expected.center))
+    assert np.abs(distance).max() < 0.2
+
+
 def test_fits_that_differ_are_left_out():
     inputs = make_inputs(make_model(is_bimodal=True), make_data(), 100)
     layout = find_block_arrow_layout(inputs.potential, inputs.arguments)
