@@ -13,8 +13,8 @@ with the expectation over the effects (Fisher's identity; the second term is zer
 at two antithetic points :math:`m_g \pm D_g^{-1/2}\xi_g` of signs, which is exact for quadratic
 functions up to the products of different effects of a group; these nearly cancel between groups
 (:func:`.balance_signs`). BFGS finds the zero of M, and its inverse Hessian is the covariance of the
-shared parameters. Once it has converged it starts again there, because secants of steps that were
-too long may have made later steps too short.
+shared parameters. If Newton steps follow, as below, BFGS starts again where it has converged,
+because secants of steps that were too long may have made later steps too short.
 
 Effects are normal given the shared parameters where the gradient is linear in them, as with
 Gaussian rows. The Hessian of the marginal is then exactly
@@ -356,7 +356,10 @@ def _find_mode(
     :return: None where it does not converge.
     """
     inverse_hessian, num_converged, num_distant = linearisation.shared_covariance, 0, 0
-    distance, bound, is_checked = 0.0, _INIT_STEP_BOUND, conditional.blocks is not None
+    distance, bound = 0.0, _INIT_STEP_BOUND
+    # Where Newton steps follow, the covariance need not be that of many secants.
+    is_refined = linearisation.hessian.pairs is None and layout.num_shared <= _MAX_TREND_SHARED
+    is_checked = conditional.blocks is not None or not is_refined
     gradient = linearisation.compute_marginal_gradient(layout, conditional.gradient)
     for _ in range(max_iterations):
         inputs.progress.advance(1)
