@@ -20,16 +20,16 @@ Effects are normal given the shared parameters where the gradient is linear in t
 Gaussian rows. The Hessian of the marginal is then exactly
 
 .. math:: E[C] - \sum_g E[B_g]^\top D_g^{-1} E[B_g]
-   - \tfrac12 \sum_g \mathrm{tr}(D_g^{-1}\, \partial_i D_g\, D_g^{-1}\, \partial_j D_g)
+   - \tfrac12 \sum_g \mathrm{tr}(D_g^{-1}\, \partial_i D_g\, D_g^{-1}\, \partial_j D_g).
 
-where half the difference of the strips at the two points, :math:`\partial_i D_g D_g^{-1/2}\xi_g`,
-has the traces as mean products. Newton's method then takes the place of BFGS, and few products
-determine the strips (:mod:`.shared_coloring`).
+Half the difference of the strips at the two points is :math:`b_i = \partial_i D_g D_g^{-1/2}\xi_g`,
+and the expectation of :math:`b_i^\top D_g^{-1} b_j` is the trace. Where few products determine the
+strips (:mod:`.shared_coloring`), Newton's method takes the place of BFGS.
 
-With one grouping and at most 50 shared parameters, one to three Newton steps follow. The Hessian,
-the inverse of the shared parameters' covariance, has differences of M along each of them. The
-expectation has at least as many sign vectors as effects per group, in which the products of
-different effects cancel.
+With one grouping and at most 50 shared parameters, one to three Newton steps follow. Their Hessian,
+the inverse of the shared parameters' covariance, has differences of M along each of them, unless
+that of the marginal is known. The expectation has at least as many sign vectors as effects per
+group, in which the products of different effects cancel.
 
 With several groupings, groups then deviate with the group that they belong to, such as schools
 with their district, and BFGS goes on. Other effects of several groupings deviate independently.
@@ -41,8 +41,9 @@ Where the model multiplies effects by their scale, the fit is by the products
 (:mod:`.effect_centering`), and the chains' coordinates are partially centred. Their fractions are
 found anew at each center. Effects that a matrix multiplies are fully centred.
 
-An iteration takes 2k + 4 gradients over the data with k effects per group, and about k + 10 where
-the effects are normal, whatever the number of groups; 10 to 30 iterations are usual.
+An iteration takes 2k + 5 gradients over the data with k effects per group, and k + 10 where the
+effects are normal and three products determine the strips, whatever the number of groups; 10 to 30
+iterations are usual.
 """
 
 from __future__ import annotations
@@ -84,7 +85,7 @@ from numpyro_sgmcmc.model.block_arrow import (
 )
 from numpyro_sgmcmc.model.preconditioner import Preconditioner
 
-_MAX_ITERATIONS = 60  # of BFGS; models with 5 shared parameters need 10 to 15
+_MAX_ITERATIONS = 60  # of BFGS or Newton's method; models with 5 shared parameters need 10 to 15
 _MAX_JOINT_ITERATIONS = 20  # from the mode with independent deviations
 # Newton decrement, in posterior SDs of the shared parameters, at which the fit has converged, and
 # iterations in a row below it.
@@ -123,10 +124,11 @@ _MAX_FIT_DISTANCE_SD = 3.0  # between the shared parameters of fits of the same 
 _NEAR_DECREMENT, _NEAR_DISTANCE_SD = 1.0, 2.0
 # Relative error of a product with a random vector up to which the Hessian is a block-arrow matrix.
 _MAX_STRUCTURE_ERROR = 2e-3
-# RMS nonlinear change of an effect's gradient at a posterior SD from the center, up to which
-# effects are normal. With Gaussian rows it is at most 1e-5 (rounding), with ten binary rows per
-# group 6e-3.
-_MAX_NONLINEARITY_SD = 1e-3
+# Of the Hessian of the marginal in the same units, below which it counts as singular.
+_MIN_MARGINAL_EIGENVALUE = 1e-6
+# RMS difference of an effect's gradient, at a posterior SD to either side of its mean, from that of
+# a normal. With Gaussian rows it is at most 1e-5 (rounding), with ten binary rows per group 6e-3.
+_MAX_NONLINEARITY_SD = 1e-4
 
 _NOT_FINITE, _NO_MODE = (
     "the gradient or the Hessian of the fit was not finite",
@@ -156,13 +158,15 @@ class HierarchyFit(NamedTuple):
 
 
 class UnrefinedFit(NamedTuple):
-    """A fit before Newton steps of the marginal with differences along the shared parameters.
+    """A fit before the Newton steps of :func:`_refine_shared`.
 
     - **coordinates** - coordinates about its mean.
-    - **coloring** - of the shared parameters, if effects are normal given these, else None.
+    - **has_normal_effects** - whether effects are normal given the shared parameters.
+    - **coloring** - of the shared parameters, if their covariance is that of the marginal.
     """
 
     coordinates: Preconditioner
+    has_normal_effects: bool
     coloring: SharedColoring | None
 
 
@@ -184,6 +188,19 @@ class _Conditional:
     blocks: np.ndarray | None = None
 
 
+class _MarginalFit(NamedTuple):
+    """The mode of the marginal.
+
+    - **conditional** - effects given the shared parameters there.
+    - **shared_covariance** - of the shared parameters, shape ``(s, s)``.
+    - **is_marginal** - whether it is from the Hessian of the marginal, not from BFGS.
+    """
+
+    conditional: _Conditional
+    shared_covariance: np.ndarray
+    is_marginal: bool
+
+
 @dataclass(frozen=True)
 class _Linearisation:
     """Dependence of the effects on the shared parameters, and the curvature of these."""
@@ -194,10 +211,12 @@ class _Linearisation:
     factors: np.ndarray  # as in `_Conditional`
     correlation: EffectCorrelation | None  # of effects of several groupings
     scaled: ScaledEffects | None  # where the position has products with scales for the effects
-    coloring: SharedColoring  # of the shared parameters
+    # of the shared parameters, where few products determine the strips
+    coloring: SharedColoring | None
     # whether groups deviate with the group that they belong to; independently where the start is
     # far from the mode, because a scale that is too large makes joint deviations far too large
     is_joint: bool
+    is_marginal: bool = False  # whether `shared_covariance` is from the Hessian of the marginal
 
     @property
     def strips(self) -> SharedStrips:
@@ -239,10 +258,11 @@ def fit_hierarchy_from_each(
     for position in remaining:
         known = unrefined.coordinates
         try:
-            conditional, _ = _fit_marginal(inputs, layout, position, has_effects, known)
+            other = _fit_marginal(inputs, layout, position, has_effects, known)
         except HierarchyFitError:
             continue
-        if _compute_distance(layout, known, conditional.position) > _MAX_FIT_DISTANCE_SD:
+        distance = _compute_distance(layout, known, other.conditional.position)
+        if distance > _MAX_FIT_DISTANCE_SD:
             raise HierarchyFitError("fits from different initial positions differ")
     return HierarchyFit(first, is_exact)
 
@@ -284,8 +304,8 @@ def fit_hierarchy(
     :raises HierarchyFitError: where the Hessian is no block-arrow matrix, and where the fit does
         not converge.
     """
-    found = _fit_marginal(inputs, layout, position, has_effects)
-    return _build_preconditioner(inputs, layout, *found)
+    fit = _fit_marginal(inputs, layout, position, has_effects)
+    return _build_preconditioner(inputs, layout, fit)
 
 
 def _compute_distance(layout: BlockArrowLayout, fit: Preconditioner, position: np.ndarray) -> float:
@@ -299,8 +319,8 @@ def _fit_marginal(
     position: np.ndarray,
     has_effects: bool,
     known: Preconditioner | None = None,
-) -> tuple[_Conditional, np.ndarray]:
-    """Return the effects at the mode of the marginal, and the covariance of shared parameters.
+) -> _MarginalFit:
+    """Return the mode of the marginal.
 
     :param has_effects: see :func:`fit_hierarchy`.
     :param known: a fit, near which this one need not converge.
@@ -325,21 +345,22 @@ def _fit_marginal(
     found = _find_mode(inputs, layout, linearisation, conditional, signs, known, _MAX_ITERATIONS)
     if found is None:
         raise HierarchyNotConvergedError("the fit did not converge")
-    if _is_nested(linearisation) and not _is_near(layout, known, found[0].position):
-        linearisation = _linearise(inputs, layout, found[0].position, scaled, is_joint=True)
-        conditional = _update_effects(inputs, layout, linearisation, found[0], signs, bound)
+    conditional = found.conditional
+    if _is_nested(linearisation) and not _is_near(layout, known, conditional.position):
+        linearisation = _linearise(inputs, layout, conditional.position, scaled, is_joint=True)
+        conditional = _update_effects(inputs, layout, linearisation, conditional, signs, bound)
         joint = _find_mode(
             inputs, layout, linearisation, conditional, signs, known, _MAX_JOINT_ITERATIONS
         )
         if joint is None and known is not None:
             raise HierarchyFitError("the fit did not converge with joint deviations")
         found = joint or found
-    conditional, inverse_hessian = found
+        conditional = found.conditional
     if scaled is not None:
         factors = conditional.factors / scaled.compute_scales(conditional.position)[:, None]
         position = scaled.from_products(conditional.position)
         conditional = replace(conditional, position=position, factors=factors)
-    return conditional, inverse_hessian
+    return found._replace(conditional=conditional)
 
 
 def _find_mode(
@@ -350,16 +371,15 @@ def _find_mode(
     signs: np.ndarray,
     known: Preconditioner | None,
     max_iterations: int,
-) -> tuple[_Conditional, np.ndarray] | None:
-    """Return the effects at the zero of M, and the covariance of shared parameters, by BFGS.
+) -> _MarginalFit | None:
+    """Return the zero of M by BFGS, or by Newton's method where the Hessian of M is known.
 
     :return: None where it does not converge.
     """
     inverse_hessian, num_converged, num_distant = linearisation.shared_covariance, 0, 0
     distance, bound = 0.0, _INIT_STEP_BOUND
     # Where Newton steps follow, the covariance need not be that of many secants.
-    is_refined = linearisation.hessian.pairs is None and layout.num_shared <= _MAX_TREND_SHARED
-    is_checked = conditional.blocks is not None or not is_refined
+    is_checked = linearisation.hessian.pairs is not None or layout.num_shared > _MAX_TREND_SHARED
     gradient = linearisation.compute_marginal_gradient(layout, conditional.gradient)
     for _ in range(max_iterations):
         inputs.progress.advance(1)
@@ -409,9 +429,11 @@ def _find_mode(
         is_converged = decrement < _CONVERGED_DECREMENT and not are_distant
         num_converged = num_converged + 1 if is_converged else 0
         is_near = decrement < _NEAR_DECREMENT and _is_near(layout, known, conditional.position)
-        if is_near or (num_converged == _NUM_CONVERGED and is_checked):
-            return conditional, inverse_hessian
-        if num_converged == _NUM_CONVERGED:
+        is_marginal = refreshed is not None and refreshed.is_marginal
+        has_ended = num_converged == _NUM_CONVERGED
+        if is_near or (has_ended and (is_checked or is_marginal)):
+            return _MarginalFit(conditional, inverse_hessian, is_marginal)
+        if has_ended:
             # Secants where a step overshot may have made the inverse Hessian far too small.
             scaled, is_joint = linearisation.scaled, linearisation.is_joint
             linearisation = _linearise(inputs, layout, conditional.position, scaled, is_joint)
@@ -487,10 +509,10 @@ def remove_prior(
 def _build_preconditioner(
     inputs: WarmupInputs,
     layout: BlockArrowLayout,
-    conditional: _Conditional,
-    shared_covariance: np.ndarray,
+    fit: _MarginalFit,
 ) -> UnrefinedFit:
     """Return the coordinates of a fit that has converged."""
+    conditional, shared_covariance, is_marginal = fit
     gradient, hessian = evaluate_block_arrow(inputs, layout, conditional.position)
     factors, pairs = conditional.factors, hessian.pairs
     coupling, num_shared = hessian.strips, layout.num_shared
@@ -526,8 +548,8 @@ def _build_preconditioner(
     preconditioner = Preconditioner(conditional.position, factor, gradient, of_rows)
     if not preconditioner.is_finite():
         raise HierarchyFitError(_NOT_FINITE)
-    is_normal = conditional.blocks is not None
-    return UnrefinedFit(preconditioner, SharedColoring.find(hessian) if is_normal else None)
+    coloring = SharedColoring.find(hessian) if is_marginal else None
+    return UnrefinedFit(preconditioner, conditional.blocks is not None, coloring)
 
 
 def recenter_block_arrow(
@@ -618,34 +640,40 @@ def _refine_shared(
     Also return whether these are more accurate than estimates from draws (:class:`HierarchyFit`).
 
     BFGS finds the curvature of many shared parameters slowly; here M and the effects' precisions
-    are differentiated along each of them. Of many groups of normal effects the curvature is known,
-    and the precisions change by parameters of one color at a time.
+    are differentiated along each of them. Where the covariance of many groups' shared parameters is
+    that of the marginal, the precisions are differentiated along all parameters of a color at once.
     """
     preconditioner = fit.coordinates
     factors, probes = preconditioner.factor.effect_factors, layout.make_probes(with_shared=False)
     no_effects = np.zeros(factors.shape[1:])
     signs = balance_signs(factors)
 
-    def evaluate(shared: np.ndarray, all_signs: Sequence[np.ndarray]) -> tuple[Any, Any]:
-        """Return the blocks, and M unless there are no signs."""
+    def move(shared: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """Return expansion and position of shared coordinates, with effects at their means."""
         x = preconditioner.to_expansion(layout.merge(no_effects, shared))
-        position = preconditioner.center + preconditioner.expansion_to_displacement(x)
+        return x, preconditioner.center + preconditioner.expansion_to_displacement(x)
+
+    def compute_blocks(shared: np.ndarray) -> np.ndarray:
+        """Return D."""
+        position = move(shared)[1]
         _, (products,) = inputs.batched_gradients.large_pass_products(position[None], probes)
-        blocks = layout.make_blocks(products)
-        marginal_gradient = None
-        if len(all_signs):
-            inverse_factors = factorize_inverse_blocks(blocks)
-            deviations = np.stack([multiply_blocks(inverse_factors, x) for x in all_signs])
-            deviations = layout.merge(deviations, np.zeros((len(deviations), layout.num_shared)))
-            gradients = inputs.batched_gradients.large_pass_gradients(
-                position + np.concatenate([deviations, -deviations])
-            )
-            gradient = preconditioner.gradient_to_expansion(x, gradients.mean(0))
-            gradient = preconditioner.factor.apply_transpose(gradient)
-            marginal_gradient = layout.split(gradient)[1]
+        return np.asarray(layout.make_blocks(products))
+
+    def evaluate(shared: np.ndarray, all_signs: Sequence[np.ndarray]) -> tuple[Any, Any]:
+        """Return the blocks by the effects' coordinates, and M."""
+        x, position = move(shared)
+        blocks = compute_blocks(shared)
+        inverse_factors = factorize_inverse_blocks(blocks)
+        deviations = np.stack([multiply_blocks(inverse_factors, signs) for signs in all_signs])
+        deviations = layout.merge(deviations, np.zeros((len(deviations), layout.num_shared)))
+        gradients = inputs.batched_gradients.large_pass_gradients(
+            position + np.concatenate([deviations, -deviations])
+        )
+        gradient = preconditioner.gradient_to_expansion(x, gradients.mean(0))
+        gradient = preconditioner.factor.apply_transpose(gradient)
         if preconditioner.centering is not None:
             blocks = preconditioner.centering.transform_blocks(layout.take_shared(x), blocks)
-        return blocks, marginal_gradient
+        return blocks, layout.split(gradient)[1]
 
     def compute_log_precisions(blocks: np.ndarray) -> np.ndarray:
         """Return logarithms of the precisions of the effects' coordinates, shape ``(k, G)``."""
@@ -658,11 +686,9 @@ def _refine_shared(
     step_sd = _ONE_SIDED_STEP_SD if is_one_sided else _TREND_STEP_SD
     lengths = step_sd / np.linalg.norm(units, axis=1)
     steps, num_sides = lengths[:, None] * units, 1 if is_one_sided else 2
-    changes, curvature = [], np.eye(layout.num_shared)
+    changes, curvature = [], np.eye(layout.num_shared)  # of the marginal in its coordinates
     if is_one_sided and fit.coloring is not None and preconditioner.centering is None:
-        changes = _measure_changes_by_color(
-            fit.coloring, factors, steps, lambda x: evaluate(x, ())[0]
-        )
+        changes = _measure_changes_by_color(fit.coloring, factors, steps, compute_blocks)
     else:
         marginal_changes = []
         at_mode = evaluate(np.zeros(layout.num_shared), [signs]) if is_one_sided else None
@@ -696,7 +722,7 @@ def _refine_shared(
     refined = recenter_block_arrow(inputs, preconditioner, position, scale)
     if refined is None:
         raise HierarchyFitError(_NOT_FINITE)
-    return refined, is_converged and is_one_sided and fit.coloring is not None
+    return refined, is_converged and is_one_sided and fit.has_normal_effects
 
 
 def _measure_changes_by_color(
@@ -759,8 +785,13 @@ def _linearise(
     factors = factorize_inverse_blocks(hessian.blocks)
     correlation = EffectCorrelation.create(hessian.pairs, factors)
     marginal = hessian.corner - _sum_couplings(layout, hessian.strips, factors, correlation)
-    covariance = _invert_marginal_hessian(inputs, marginal, hessian.corner)
-    coloring = SharedColoring.find(hessian)
+    has_local = bool(inputs.potential.local_names)
+    floor = _MIN_TIGHT_EIGENVALUE if has_local else _MIN_SCALED_EIGENVALUE
+    covariance, _ = _invert_by_size(marginal, hessian.corner, floor)
+    coloring = SharedColoring.find(hessian) if len(layout.groupings) == 1 else None
+    # More products than those of the effects would take longer than BFGS.
+    if coloring is not None and coloring.num_colors >= layout.effects_per_group:
+        coloring = None
     return _Linearisation(
         gradient, hessian, covariance, factors, correlation, scaled, coloring, is_joint
     )
@@ -774,14 +805,17 @@ def _linearise_normal(
 ) -> _Linearisation | None:
     """Return the linearisation of effects that are normal, with the Hessian of the marginal.
 
-    :return: None where effects are not normal, and where shared parameters couple that did not in
-        the previous linearisation.
+    :return: None where effects are not normal, where many products determine the strips, and where
+        shared parameters couple that did not in the previous linearisation.
     """
-    if conditional.blocks is None:
-        return None
     coloring, factors = previous.coloring, conditional.factors
+    if conditional.blocks is None or coloring is None:
+        return None
     hessian = replace(previous.hessian, blocks=conditional.blocks)
+    # Not of effects, whose products would hide those of a shared parameter.
     vector = _draw_scaled_vector(hessian)
+    _, of_shared = layout.split(vector)
+    vector = layout.merge(np.zeros_like(conditional.deviation), of_shared)
     directions = np.concatenate([coloring.make_probes(), vector[None]])
     # Few directions in high dimension are worth a separate compilation.
     per_call = len(directions) if layout.dim > HIGH_DIM else layout.num_effect_probes
@@ -798,12 +832,14 @@ def _linearise_normal(
     changes = replace(above.strips, values=(above.strips.values - below.strips.values) / 2.0)
     corner = (above.corner + below.corner) / 2.0
     marginal = corner - strips.sum_squares(factors) - changes.sum_squares(factors) / 2.0
+    covariance, is_positive = _invert_by_size(marginal, corner, _MIN_MARGINAL_EIGENVALUE)
     return replace(
         previous,
         gradient=conditional.gradient,
         hessian=replace(hessian, strips=strips, corner=corner),
-        shared_covariance=_invert_marginal_hessian(inputs, marginal, corner),
+        shared_covariance=covariance,
         factors=factors,
+        is_marginal=is_positive,
     )
 
 
@@ -825,20 +861,21 @@ def _sum_couplings(
     return sums
 
 
-def _invert_marginal_hessian(
-    inputs: WarmupInputs, hessian: np.ndarray, corner: np.ndarray
-) -> np.ndarray:
-    """Return the inverse of a Hessian of the marginal, with absolute eigenvalues.
+def _invert_by_size(
+    hessian: np.ndarray, corner: np.ndarray, floor: float
+) -> tuple[np.ndarray, bool]:
+    """Return the inverse of a matrix with absolute eigenvalues, and whether it needed no change.
 
-    Newton steps then descend where the marginal is concave.
+    Newton steps by the inverse descend where the marginal is concave.
 
     :param corner: of the joint density's Hessian, whose diagonal gives the units.
+    :param floor: of the eigenvalues in these units.
     """
     scale = 1.0 / np.sqrt(np.maximum(np.abs(np.diagonal(corner)), np.finfo(float).tiny))
-    floor = _MIN_TIGHT_EIGENVALUE if inputs.potential.local_names else _MIN_SCALED_EIGENVALUE
     eigenvalues, vectors = np.linalg.eigh(hessian * np.outer(scale, scale))
+    is_positive = bool(eigenvalues.min() > floor)
     eigenvalues = np.maximum(np.abs(eigenvalues), floor)
-    return np.asarray((vectors / eigenvalues) @ vectors.T * np.outer(scale, scale))
+    return (vectors / eigenvalues) @ vectors.T * np.outer(scale, scale), is_positive
 
 
 def apply_covariance(
@@ -911,16 +948,20 @@ def _update_effects(
     blocks = layout.make_blocks(products.mean(0))
     factors = factorize_inverse_blocks(blocks)
     (step,) = -apply_covariance(factors, of_effects[None], linearisation.correlation)
-    position = conditional.position + layout.merge(np.clip(step, -bound, bound), no_shared)
+    if not is_normal:  # else the step is exact
+        step = np.clip(step, -bound, bound)
+    position = conditional.position + layout.merge(step, no_shared)
     deviation = _choose_deviation(linearisation, factors, blocks, signs)
     offsets = [deviation, -deviation]
-    if linearisation.hessian.pairs is not None:
+    if len(layout.groupings) > 1:
         gradients, _ = evaluate(position, offsets, probes[:0])
         return _Conditional(position, factors, deviation, gradients.mean(0))
     gradients, _ = evaluate(position, [*offsets, np.zeros_like(deviation)], probes[:0])
-    of_points, _ = layout.split(gradients)
-    nonlinear = multiply_blocks(factors, of_points[:2].mean(0) - of_points[2], transpose=True)
-    is_normal = bool(np.square(nonlinear).mean(1).max() < _MAX_NONLINEARITY_SD**2)
+    (above, below, center), _ = layout.split(gradients)
+    parts = np.stack([(above + below) / 2.0 - center, (above - below) / 2.0])
+    even, odd = multiply_blocks(factors, parts, transpose=True)
+    mean_squares = np.square(np.stack([even, odd - signs])).mean(-1)
+    is_normal = bool(mean_squares.max() < _MAX_NONLINEARITY_SD**2)
     gradient = gradients[:2].mean(0)
     return _Conditional(position, factors, deviation, gradient, blocks if is_normal else None)
 

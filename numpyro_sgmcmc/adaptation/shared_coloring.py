@@ -20,7 +20,7 @@ from numpyro_sgmcmc.model.block_arrow import BlockArrowLayout, BlockArrowMatrix,
 class SharedColoring:
     """Colors of the shared parameters: those of one color couple with different coordinates.
 
-    - **is_coupled** - whether an effect of any group couples with a parameter, shape ``(s, k)``.
+    - **is_coupled** - whether a parameter couples with an effect, in any group, shape ``(s, k)``.
     - **has_entry** - where the corner is not zero, shape ``(s, s)``.
     - **colors** - number of the color of each parameter, shape ``(s,)``.
     """
