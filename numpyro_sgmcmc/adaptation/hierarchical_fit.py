@@ -379,7 +379,8 @@ def _find_mode(
     inverse_hessian, num_converged, num_distant = linearisation.shared_covariance, 0, 0
     distance, bound = 0.0, _INIT_STEP_BOUND
     # Where Newton steps follow, the covariance need not be that of many secants.
-    is_checked = linearisation.hessian.pairs is not None or layout.num_shared > _MAX_TREND_SHARED
+    is_refined = linearisation.hessian.pairs is None and layout.num_shared <= _MAX_TREND_SHARED
+    is_checked = conditional.blocks is not None or not is_refined
     gradient = linearisation.compute_marginal_gradient(layout, conditional.gradient)
     for _ in range(max_iterations):
         inputs.progress.advance(1)

@@ -1,6 +1,7 @@
 """The fit of a hierarchy has the marginal mode and curvature of its shared parameters."""
 
 from dataclasses import replace
+from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -15,6 +16,7 @@ from scipy.optimize import minimize
 from numpyro_sgmcmc import SGHMCSplit, suggest_subsample_size
 from numpyro_sgmcmc.adaptation import hierarchical_fit, pilot
 from numpyro_sgmcmc.adaptation.effect_factors import (
+    balance_signs,
     factorize_inverse_blocks,
     make_symmetric_factors,
 )
@@ -28,7 +30,11 @@ from numpyro_sgmcmc.adaptation.hierarchical_fit import (
 )
 from numpyro_sgmcmc.adaptation.pilot import init_standard_pilot, run_pilot_windows
 from numpyro_sgmcmc.adaptation.warmup import warm_up_globals
-from numpyro_sgmcmc.model.block_arrow import BlockArrowFactor, find_block_arrow_layout
+from numpyro_sgmcmc.model.block_arrow import (
+    BlockArrowFactor,
+    find_block_arrow_layout,
+    multiply_blocks,
+)
 from tests.adaptation.inputs import make_inputs
 
 GROUPS, ROWS_PER_GROUP = 200, 4
@@ -187,8 +193,11 @@ def test_pilot_chains_keep_an_exact_fit(has_wrong_covariance):
     assert end.keeps_fit == is_kept
 
 
-def make_many_effects(num_effects, num_groups, num_rows):
-    """Return warm-up inputs of a regression, and the marginal potential."""
+def make_many_effects(num_effects, num_groups, num_rows, center=0.0):
+    """Return warm-up inputs of a regression, and the marginal potential.
+
+    :param center: mean of the covariates but the first.
+    """
 
     def model(group, x, y, batch_size=None):
         shape = [num_effects]
@@ -201,6 +210,7 @@ def make_many_effects(num_effects, num_groups, num_rows):
 
     rng = np.random.default_rng(3)
     group, x = np.arange(num_rows) % num_groups, rng.standard_normal((num_rows, num_effects))
+    x[:, 1:] += center
     effect = 0.6 * rng.standard_normal((num_groups, num_effects))
     y = (effect[group] * x).sum(1) + rng.standard_normal(num_rows)
     args = (jnp.asarray(group), jnp.asarray(x, "f"), jnp.asarray(y, "f"))
@@ -245,9 +255,50 @@ def test_fit_of_many_effects_is_near_the_marginal_mode():
     np.testing.assert_allclose(fitted_sds, sds, rtol=MAX_SD_ERROR)
 
 
-def test_fit_of_normal_effects_has_the_hessian_of_the_marginal():
+def update_effects(inputs, layout, shared):
+    """Return the linearisation at effects of zero, and the effects after a Newton step."""
+    position = layout.merge(np.zeros((layout.effects_per_group, layout.num_groups)), shared)
+    linearisation = hierarchical_fit._linearise(inputs, layout, position)
+    factors, signs = linearisation.factors, balance_signs(linearisation.factors)
+    deviation = multiply_blocks(factors, signs)
+    conditional = hierarchical_fit._Conditional(position, factors, deviation, position)
+    return linearisation, hierarchical_fit._update_effects(
+        inputs, layout, linearisation, conditional, signs, bound=1.0
+    )
+
+
+@pytest.mark.parametrize(
+    ("distribution", "is_normal"), [(dist.Normal, True), (partial(dist.StudentT, 4.0), False)]
+)
+def test_effects_of_symmetric_rows_are_normal_only_if_their_gradient_is_linear(
+    distribution, is_normal
+):
+    """Of these the even part of the gradient is zero."""
+    group, y = np.arange(400) % 100, np.where(np.arange(400) < 200, 1.0, -1.0)
+    args = jnp.asarray(y, "f"), jnp.asarray(group)
+    inputs = make_inputs_of_effects(lambda effect: distribution(effect, 1.0), *args, 100)
+    layout = find_block_arrow_layout(inputs.potential, inputs.arguments)
+    _, updated = update_effects(inputs, layout, np.zeros(layout.num_shared))
+    assert (updated.blocks is not None) == is_normal
+
+
+def test_hessian_of_the_marginal_has_all_couplings_or_is_not_used():
+    inputs, _ = make_many_effects(num_effects=3, num_groups=3_000, num_rows=12_000)
+    layout = find_block_arrow_layout(inputs.potential, inputs.arguments)
+    shared = np.linspace(-0.5, 0.5, layout.num_shared)
+    linearisation, conditional = update_effects(inputs, layout, shared)
+    assert hierarchical_fit._linearise_normal(inputs, layout, linearisation, conditional)
+    coloring = linearisation.coloring
+    is_coupled = coloring.is_coupled.copy()
+    is_coupled[-1] = False
+    missing = replace(linearisation, coloring=replace(coloring, is_coupled=is_coupled))
+    assert hierarchical_fit._linearise_normal(inputs, layout, missing, conditional) is None
+
+
+@pytest.mark.parametrize("center", [0.0, 30.0])
+def test_fit_of_normal_effects_has_the_hessian_of_the_marginal(center):
     """It needs no differences along the shared parameters, which find the same."""
-    inputs, potential = make_many_effects(num_effects=3, num_groups=3_000, num_rows=12_000)
+    inputs, potential = make_many_effects(3, num_groups=3_000, num_rows=12_000, center=center)
     layout = find_block_arrow_layout(inputs.potential, inputs.arguments)
     unrefined = fit_hierarchy(inputs, layout, np.zeros(inputs.potential.dim))
     assert unrefined.coloring.num_colors == 2
