@@ -162,12 +162,13 @@ class UnrefinedFit(NamedTuple):
 
     - **coordinates** - coordinates about its mean.
     - **has_normal_effects** - whether effects are normal given the shared parameters.
-    - **coloring** - of the shared parameters, if their covariance is that of the marginal.
+    - **linearisation** - of normal effects near its mean, in the model's coordinates, if few
+      products determine the strips.
     """
 
     coordinates: Preconditioner
     has_normal_effects: bool
-    coloring: SharedColoring | None
+    linearisation: _Linearisation | None
 
 
 @dataclass(frozen=True)
@@ -193,12 +194,12 @@ class _MarginalFit(NamedTuple):
 
     - **conditional** - effects given the shared parameters there.
     - **shared_covariance** - of the shared parameters, shape ``(s, s)``.
-    - **is_marginal** - whether it is from the Hessian of the marginal, not from BFGS.
+    - **linearisation** - near it.
     """
 
     conditional: _Conditional
     shared_covariance: np.ndarray
-    is_marginal: bool
+    linearisation: _Linearisation
 
 
 @dataclass(frozen=True)
@@ -433,7 +434,7 @@ def _find_mode(
         is_marginal = refreshed is not None and refreshed.is_marginal
         has_ended = num_converged == _NUM_CONVERGED
         if is_near or (has_ended and (is_checked or is_marginal)):
-            return _MarginalFit(conditional, inverse_hessian, is_marginal)
+            return _MarginalFit(conditional, inverse_hessian, linearisation)
         if has_ended:
             # Secants where a step overshot may have made the inverse Hessian far too small.
             scaled, is_joint = linearisation.scaled, linearisation.is_joint
@@ -513,7 +514,7 @@ def _build_preconditioner(
     fit: _MarginalFit,
 ) -> UnrefinedFit:
     """Return the coordinates of a fit that has converged."""
-    conditional, shared_covariance, is_marginal = fit
+    conditional, shared_covariance, linearisation = fit
     gradient, hessian = evaluate_block_arrow(inputs, layout, conditional.position)
     factors, pairs = conditional.factors, hessian.pairs
     coupling, num_shared = hessian.strips, layout.num_shared
@@ -549,8 +550,12 @@ def _build_preconditioner(
     preconditioner = Preconditioner(conditional.position, factor, gradient, of_rows)
     if not preconditioner.is_finite():
         raise HierarchyFitError(_NOT_FINITE)
-    coloring = SharedColoring.find(hessian) if is_marginal else None
-    return UnrefinedFit(preconditioner, conditional.blocks is not None, coloring)
+    has_few_products = linearisation.coloring is not None and linearisation.scaled is None
+    return UnrefinedFit(
+        preconditioner,
+        conditional.blocks is not None,
+        linearisation if conditional.blocks is not None and has_few_products else None,
+    )
 
 
 def recenter_block_arrow(
@@ -641,8 +646,9 @@ def _refine_shared(
     Also return whether these are more accurate than estimates from draws (:class:`HierarchyFit`).
 
     BFGS finds the curvature of many shared parameters slowly; here M and the effects' precisions
-    are differentiated along each of them. Where the covariance of many groups' shared parameters is
-    that of the marginal, the precisions are differentiated along all parameters of a color at once.
+    are differentiated along each of them. Of many groups with normal effects, the Hessian of the
+    marginal gives the covariance, and the precisions are differentiated along all parameters of a
+    color at once.
     """
     preconditioner = fit.coordinates
     factors, probes = preconditioner.factor.effect_factors, layout.make_probes(with_shared=False)
@@ -687,11 +693,14 @@ def _refine_shared(
     step_sd = _ONE_SIDED_STEP_SD if is_one_sided else _TREND_STEP_SD
     lengths = step_sd / np.linalg.norm(units, axis=1)
     steps, num_sides = lengths[:, None] * units, 1 if is_one_sided else 2
-    changes, curvature = [], np.eye(layout.num_shared)  # of the marginal in its coordinates
-    if is_one_sided and fit.coloring is not None and preconditioner.centering is None:
-        changes = _measure_changes_by_color(fit.coloring, factors, steps, compute_blocks)
+    changes: list[np.ndarray] = []
+    patterns = [signs * x[:, None] for x in list_sign_patterns(layout.effects_per_group)]
+    normal = fit.linearisation if preconditioner.centering is None else None
+    if is_one_sided and normal is not None and normal.coloring is not None:
+        changes = _measure_changes_by_color(normal.coloring, factors, steps, compute_blocks)
+        curvature = np.eye(layout.num_shared)  # about that of these coordinates
     else:
-        marginal_changes = []
+        normal, marginal_changes = None, []
         at_mode = evaluate(np.zeros(layout.num_shared), [signs]) if is_one_sided else None
         for x in steps:
             above, below = evaluate(x, [signs]), at_mode or evaluate(-x, [signs])
@@ -712,7 +721,6 @@ def _refine_shared(
         raise HierarchyFitError(_NOT_FINITE)
     eigenvalues, vectors = np.linalg.eigh((curvature + curvature.T) / 2.0)
     eigenvalues = np.clip(np.abs(eigenvalues), *_CURVATURE_RATIOS)
-    patterns = [signs * x[:, None] for x in list_sign_patterns(layout.effects_per_group)]
     position, is_converged, num_steps = np.zeros(layout.num_shared), False, 0
     while not is_converged and num_steps < _MAX_NEWTON_STEPS:
         step = -(vectors / eigenvalues) @ (vectors.T @ evaluate(position, patterns)[1])
@@ -720,6 +728,16 @@ def _refine_shared(
         is_converged = bool(np.abs(step).max() < _MAX_LAST_NEWTON_STEP_SD)
         num_steps += 1
     scale = vectors / np.sqrt(eigenvalues)
+    if normal is not None:
+        blocks = compute_blocks(position)
+        inverse_factors, center = factorize_inverse_blocks(blocks), move(position)[1]
+        deviations = [multiply_blocks(inverse_factors, x) for x in patterns]
+        conditional = _Conditional(center, inverse_factors, deviations[0], center, blocks)
+        normal = _linearise_normal(inputs, layout, normal, conditional, deviations)
+        if normal is not None and normal.is_marginal:
+            scale = np.linalg.solve(shared_factor, np.linalg.cholesky(normal.shared_covariance))
+        else:
+            is_converged = False
     refined = recenter_block_arrow(inputs, preconditioner, position, scale)
     if refined is None:
         raise HierarchyFitError(_NOT_FINITE)
@@ -803,9 +821,12 @@ def _linearise_normal(
     layout: BlockArrowLayout,
     previous: _Linearisation,
     conditional: _Conditional,
+    deviations: Sequence[np.ndarray] = (),
 ) -> _Linearisation | None:
     """Return the linearisation of effects that are normal, with the Hessian of the marginal.
 
+    :param deviations: of the effects from their means, of which the expectation is the mean; by
+        default that of ``conditional``.
     :return: None where effects are not normal, where many products determine the strips, and where
         shared parameters couple that did not in the previous linearisation.
     """
@@ -820,19 +841,25 @@ def _linearise_normal(
     directions = np.concatenate([coloring.make_probes(), vector[None]])
     # Few directions in high dimension are worth a separate compilation.
     per_call = len(directions) if layout.dim > HIGH_DIM else layout.num_effect_probes
-    deviation = layout.merge(conditional.deviation, np.zeros(layout.num_shared))
-    hessians = []
-    for point in (conditional.position + deviation, conditional.position - deviation):
-        _, (products,) = _sum_products(inputs, point[None], directions, previous.scaled, per_call)
-        strips, corner = coloring.recover(products[:-1])
-        hessians.append(replace(hessian, strips=strips, corner=corner))
-        if not _is_product(hessians[-1], vector, products[-1]):
-            return None
-    above, below = hessians
-    strips = replace(above.strips, values=(above.strips.values + below.strips.values) / 2.0)
-    changes = replace(above.strips, values=(above.strips.values - below.strips.values) / 2.0)
-    corner = (above.corner + below.corner) / 2.0
-    marginal = corner - strips.sum_squares(factors) - changes.sum_squares(factors) / 2.0
+    corner, sums, no_shared = np.zeros_like(hessian.corner), 0.0, np.zeros(layout.num_shared)
+    deviations = deviations or [conditional.deviation]
+    for deviation in deviations:
+        hessians = []
+        for offset in (deviation, -deviation):
+            point = conditional.position + layout.merge(offset, no_shared)
+            _, (products,) = _sum_products(
+                inputs, point[None], directions, previous.scaled, per_call
+            )
+            strips, of_point = coloring.recover(products[:-1])
+            hessians.append(replace(hessian, strips=strips, corner=of_point))
+            if not _is_product(hessians[-1], vector, products[-1]):
+                return None
+        above, below = hessians
+        strips = replace(above.strips, values=(above.strips.values + below.strips.values) / 2.0)
+        changes = replace(above.strips, values=(above.strips.values - below.strips.values) / 2.0)
+        corner += (above.corner + below.corner) / (2.0 * len(deviations))
+        sums += changes.sum_squares(factors) / (2.0 * len(deviations))
+    marginal = corner - strips.sum_squares(factors) - sums
     covariance, is_positive = _invert_by_size(marginal, corner, _MIN_MARGINAL_EIGENVALUE)
     return replace(
         previous,
