@@ -162,8 +162,7 @@ class UnrefinedFit(NamedTuple):
 
     - **coordinates** - coordinates about its mean.
     - **has_normal_effects** - whether effects are normal given the shared parameters.
-    - **linearisation** - of normal effects near its mean, in the model's coordinates, if few
-      products determine the strips.
+    - **linearisation** - of normal effects near its mean, in the model's coordinates.
     """
 
     coordinates: Preconditioner
@@ -212,8 +211,7 @@ class _Linearisation:
     factors: np.ndarray  # as in `_Conditional`
     correlation: EffectCorrelation | None  # of effects of several groupings
     scaled: ScaledEffects | None  # where the position has products with scales for the effects
-    # of the shared parameters, where few products determine the strips
-    coloring: SharedColoring | None
+    coloring: SharedColoring | None  # of the shared parameters, with one grouping
     # whether groups deviate with the group that they belong to; independently where the start is
     # far from the mode, because a scale that is too large makes joint deviations far too large
     is_joint: bool
@@ -381,7 +379,10 @@ def _find_mode(
     distance, bound = 0.0, _INIT_STEP_BOUND
     # Where Newton steps follow, the covariance need not be that of many secants.
     is_refined = linearisation.hessian.pairs is None and layout.num_shared <= _MAX_TREND_SHARED
-    is_checked = conditional.blocks is not None or not is_refined
+    is_checked = not is_refined
+    # More products than those of the effects would take longer than BFGS.
+    coloring = linearisation.coloring
+    is_newton = coloring is not None and coloring.num_colors < layout.effects_per_group
     gradient = linearisation.compute_marginal_gradient(layout, conditional.gradient)
     for _ in range(max_iterations):
         inputs.progress.advance(1)
@@ -419,7 +420,9 @@ def _find_mode(
         bound = 2.0 * bound if ratio < 1.0 and largest > bound else _INIT_STEP_BOUND
         distance += np.abs(step).max()
         gradient = following
-        refreshed = _linearise_normal(inputs, layout, linearisation, conditional)
+        refreshed = None
+        if is_newton:
+            refreshed = _linearise_normal(inputs, layout, linearisation, conditional)
         if refreshed is None and distance > _REFRESH_DISTANCE:
             scaled, is_joint = linearisation.scaled, linearisation.is_joint
             refreshed = _linearise(inputs, layout, conditional.position, scaled, is_joint)
@@ -437,8 +440,11 @@ def _find_mode(
             return _MarginalFit(conditional, inverse_hessian, linearisation)
         if has_ended:
             # Secants where a step overshot may have made the inverse Hessian far too small.
-            scaled, is_joint = linearisation.scaled, linearisation.is_joint
-            linearisation = _linearise(inputs, layout, conditional.position, scaled, is_joint)
+            refreshed = _linearise_normal(inputs, layout, linearisation, conditional)
+            if refreshed is None:
+                scaled, is_joint = linearisation.scaled, linearisation.is_joint
+                refreshed = _linearise(inputs, layout, conditional.position, scaled, is_joint)
+            linearisation = refreshed
             inverse_hessian, distance = linearisation.shared_covariance, 0.0
             gradient = linearisation.compute_marginal_gradient(layout, conditional.gradient)
             num_converged, is_checked = 0, True
@@ -550,12 +556,9 @@ def _build_preconditioner(
     preconditioner = Preconditioner(conditional.position, factor, gradient, of_rows)
     if not preconditioner.is_finite():
         raise HierarchyFitError(_NOT_FINITE)
-    has_few_products = linearisation.coloring is not None and linearisation.scaled is None
-    return UnrefinedFit(
-        preconditioner,
-        conditional.blocks is not None,
-        linearisation if conditional.blocks is not None and has_few_products else None,
-    )
+    is_normal = conditional.blocks is not None
+    is_usable = is_normal and linearisation.scaled is None
+    return UnrefinedFit(preconditioner, is_normal, linearisation if is_usable else None)
 
 
 def recenter_block_arrow(
@@ -808,9 +811,6 @@ def _linearise(
     floor = _MIN_TIGHT_EIGENVALUE if has_local else _MIN_SCALED_EIGENVALUE
     covariance, _ = _invert_by_size(marginal, hessian.corner, floor)
     coloring = SharedColoring.find(hessian) if len(layout.groupings) == 1 else None
-    # More products than those of the effects would take longer than BFGS.
-    if coloring is not None and coloring.num_colors >= layout.effects_per_group:
-        coloring = None
     return _Linearisation(
         gradient, hessian, covariance, factors, correlation, scaled, coloring, is_joint
     )
@@ -827,8 +827,8 @@ def _linearise_normal(
 
     :param deviations: of the effects from their means, of which the expectation is the mean; by
         default that of ``conditional``.
-    :return: None where effects are not normal, where many products determine the strips, and where
-        shared parameters couple that did not in the previous linearisation.
+    :return: None where effects are not normal, with several groupings, and where shared parameters
+        couple that did not in the previous linearisation.
     """
     coloring, factors = previous.coloring, conditional.factors
     if conditional.blocks is None or coloring is None:
