@@ -90,6 +90,7 @@ _MAX_JOINT_ITERATIONS = 20  # from the mode with independent deviations
 # Newton decrement, in posterior SDs of the shared parameters, at which the fit has converged, and
 # iterations in a row below it.
 _CONVERGED_DECREMENT, _NUM_CONVERGED = 0.1, 2
+_MIN_SECANT_DECREMENT = 1e-3  # before a step, below which changes of the gradient are rounding
 # Bound on the change of each coordinate in one iteration, in unconstrained units; it doubles while
 # steps reduce the gradient.
 _INIT_STEP_BOUND = 0.7
@@ -412,7 +413,8 @@ def _find_mode(
         ratio = _compute_decrement(inverse_hessian, following) / max(
             decrement, np.finfo(float).tiny
         )
-        inverse_hessian = _update_bfgs(inverse_hessian, step, following - gradient, gradient)
+        if decrement > _MIN_SECANT_DECREMENT:
+            inverse_hessian = _update_bfgs(inverse_hessian, step, following - gradient, gradient)
         if ratio > _MAX_DECREMENT_RATIO and decrement > _CONVERGED_DECREMENT:
             # The change of the gradient is in the inverse Hessian: a shorter step from here.
             conditional, bound = previous, _REJECTED_STEP_FACTOR * min(bound, largest)
@@ -447,6 +449,9 @@ def _find_mode(
             linearisation = refreshed
             inverse_hessian, distance = linearisation.shared_covariance, 0.0
             gradient = linearisation.compute_marginal_gradient(layout, conditional.gradient)
+            decrement = _compute_decrement(inverse_hessian, gradient)
+            if linearisation.is_marginal and decrement < _CONVERGED_DECREMENT:
+                return _MarginalFit(conditional, inverse_hessian, linearisation)
             num_converged, is_checked = 0, True
     return None
 
