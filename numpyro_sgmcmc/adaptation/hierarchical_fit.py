@@ -41,9 +41,9 @@ Where the model multiplies effects by their scale, the fit is by the products
 (:mod:`.effect_centering`), and the chains' coordinates are partially centred. Their fractions are
 found anew at each center. Effects that a matrix multiplies are fully centred.
 
-An iteration takes 2k + 5 gradients over the data with k effects per group, and k + 10 where the
-effects are normal and three products determine the strips, whatever the number of groups; 10 to 30
-iterations are usual.
+An iteration takes 2k + 5 gradients over the data with k effects per group, and k + 14 of Newton's
+method where three products determine the strips, whatever the number of groups; 10 to 30 iterations
+are usual.
 """
 
 from __future__ import annotations
@@ -125,10 +125,12 @@ _MAX_FIT_DISTANCE_SD = 3.0  # between the shared parameters of fits of the same 
 _NEAR_DECREMENT, _NEAR_DISTANCE_SD = 1.0, 2.0
 # Relative error of a product with a random vector up to which the Hessian is a block-arrow matrix.
 _MAX_STRUCTURE_ERROR = 2e-3
-# Of the Hessian of the marginal in the same units, below which it counts as singular.
+# Eigenvalue of the Hessian of the marginal below which it counts as singular, in units in which the
+# corner has a diagonal of ones.
 _MIN_MARGINAL_EIGENVALUE = 1e-6
 # RMS difference of an effect's gradient, at a posterior SD to either side of its mean, from that of
-# a normal. With Gaussian rows it is at most 1e-5 (rounding), with ten binary rows per group 6e-3.
+# a normal. With Gaussian rows it is at most 1e-5 (rounding), with ten binary rows per group 6e-3,
+# and with balanced ones, whose gradient is odd, 2e-3.
 _MAX_NONLINEARITY_SD = 1e-4
 
 _NOT_FINITE, _NO_MODE = (
@@ -668,18 +670,17 @@ def _refine_shared(
         x = preconditioner.to_expansion(layout.merge(no_effects, shared))
         return x, preconditioner.center + preconditioner.expansion_to_displacement(x)
 
-    def compute_blocks(shared: np.ndarray) -> np.ndarray:
+    def compute_blocks(position: np.ndarray) -> np.ndarray:
         """Return D."""
-        position = move(shared)[1]
         _, (products,) = inputs.batched_gradients.large_pass_products(position[None], probes)
         return np.asarray(layout.make_blocks(products))
 
     def evaluate(shared: np.ndarray, all_signs: Sequence[np.ndarray]) -> tuple[Any, Any]:
         """Return the blocks by the effects' coordinates, and M."""
         x, position = move(shared)
-        blocks = compute_blocks(shared)
+        blocks = compute_blocks(position)
         inverse_factors = factorize_inverse_blocks(blocks)
-        deviations = np.stack([multiply_blocks(inverse_factors, signs) for signs in all_signs])
+        deviations = np.stack([multiply_blocks(inverse_factors, one) for one in all_signs])
         deviations = layout.merge(deviations, np.zeros((len(deviations), layout.num_shared)))
         gradients = inputs.batched_gradients.large_pass_gradients(
             position + np.concatenate([deviations, -deviations])
@@ -705,7 +706,9 @@ def _refine_shared(
     patterns = [signs * x[:, None] for x in list_sign_patterns(layout.effects_per_group)]
     normal = fit.linearisation if preconditioner.centering is None else None
     if is_one_sided and normal is not None and normal.coloring is not None:
-        changes = _measure_changes_by_color(normal.coloring, factors, steps, compute_blocks)
+        changes = _measure_changes_by_color(
+            normal.coloring, factors, steps, lambda shared: compute_blocks(move(shared)[1])
+        )
         curvature = np.eye(layout.num_shared)  # about that of these coordinates
     else:
         normal, marginal_changes = None, []
@@ -737,8 +740,9 @@ def _refine_shared(
         num_steps += 1
     scale = vectors / np.sqrt(eigenvalues)
     if normal is not None:
-        blocks = compute_blocks(position)
-        inverse_factors, center = factorize_inverse_blocks(blocks), move(position)[1]
+        center = move(position)[1]
+        blocks = compute_blocks(center)
+        inverse_factors = factorize_inverse_blocks(blocks)
         deviations = [multiply_blocks(inverse_factors, x) for x in patterns]
         conditional = _Conditional(center, inverse_factors, deviations[0], center, blocks)
         normal = _linearise_normal(inputs, layout, normal, conditional, deviations)

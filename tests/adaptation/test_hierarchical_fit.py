@@ -41,6 +41,7 @@ from tests.adaptation.inputs import make_inputs
 GROUPS, ROWS_PER_GROUP = 200, 4
 USERS, ITEMS = 60, 40
 MAX_DISTANCE_SD, MAX_SD_ERROR = 0.05, 0.1
+# Relative to the exact covariance; with one pattern of signs the error is 0.04 and more.
 MAX_NORMAL_COVARIANCE_ERROR = 0.03
 SIGNS = [(1, 1), (1, -1), (-1, 1), (-1, -1)]
 
