@@ -843,10 +843,7 @@ def _linearise_normal(
     if conditional.blocks is None or coloring is None:
         return None
     hessian = replace(previous.hessian, blocks=conditional.blocks)
-    # Not of effects, whose products would hide those of a shared parameter.
-    vector = _draw_scaled_vector(hessian)
-    _, of_shared = layout.split(vector)
-    vector = layout.merge(np.zeros_like(conditional.deviation), of_shared)
+    vector = _draw_shared_vector(hessian)
     directions = np.concatenate([coloring.make_probes(), vector[None]])
     # Few directions in high dimension are worth a separate compilation.
     per_call = len(directions) if layout.dim > HIGH_DIM else layout.num_effect_probes
@@ -940,6 +937,12 @@ def _is_block_arrow(inputs: WarmupInputs, hessian: BlockArrowMatrix, position: n
 def _draw_scaled_vector(hessian: BlockArrowMatrix) -> np.ndarray:
     scale = _compute_scale(hessian)
     return scale * np.random.default_rng(1).standard_normal(scale.size)
+
+
+def _draw_shared_vector(hessian: BlockArrowMatrix) -> np.ndarray:
+    """Return a random vector without effects, whose products would hide those of a parameter."""
+    effects, shared = hessian.layout.split(_draw_scaled_vector(hessian))
+    return np.asarray(hessian.layout.merge(np.zeros_like(effects), shared))
 
 
 def _is_product(hessian: BlockArrowMatrix, vector: np.ndarray, product: np.ndarray) -> bool:

@@ -33,6 +33,10 @@ from numpyro_sgmcmc.adaptation.pilot import init_standard_pilot, run_pilot_windo
 from numpyro_sgmcmc.adaptation.warmup import warm_up_globals
 from numpyro_sgmcmc.model.block_arrow import (
     BlockArrowFactor,
+    BlockArrowLayout,
+    BlockArrowMatrix,
+    EffectSite,
+    SharedStrips,
     find_block_arrow_layout,
     multiply_blocks,
 )
@@ -308,6 +312,22 @@ def test_hessian_of_the_marginal_is_exact(effect_sd):
     coloring = replace(linearisation.coloring, is_coupled=is_coupled)
     missing = replace(linearisation, coloring=coloring)
     assert hierarchical_fit._linearise_normal(inputs, layout, missing, conditional) is None
+
+
+def test_missing_coupling_is_found_among_many_groups():
+    num_groups, k, num_shared = 100_000, 5, 11
+    site = EffectSite(num_shared, (num_groups, k), (0,))
+    layout = BlockArrowLayout(num_shared + num_groups * k, (site,))
+    blocks = np.tile(np.eye(k)[:, :, None], (1, 1, num_groups))
+    strips = np.zeros((num_shared, k, num_groups))
+    strips[:k] = 0.5 / np.sqrt(num_groups) * np.eye(k)[:, :, None]  # a quarter of the curvature
+    corner = np.eye(num_shared)
+    hessian = BlockArrowMatrix(blocks, SharedStrips.from_dense(strips), corner, layout)
+    vector = hierarchical_fit._draw_shared_vector(hessian)
+    assert hierarchical_fit._is_product(hessian, vector, hessian @ vector)
+    strips[3] = 0.0
+    missing = replace(hessian, strips=SharedStrips.from_dense(strips))
+    assert not hierarchical_fit._is_product(missing, vector, hessian @ vector)
 
 
 def test_fit_of_normal_effects_needs_no_differences_along_shared_parameters():
