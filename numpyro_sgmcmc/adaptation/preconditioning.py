@@ -18,9 +18,9 @@ from typing import NamedTuple
 import numpy as np
 
 from numpyro_sgmcmc.adaptation.batched_gradients import BatchedGradients, JittedPotential
+from numpyro_sgmcmc.adaptation.block_arrow_coordinates import recenter_block_arrow
 from numpyro_sgmcmc.adaptation.budget import count_rows_per_gradient
 from numpyro_sgmcmc.adaptation.gradient_noise import GradientNoiseStats
-from numpyro_sgmcmc.adaptation.hierarchical_fit import recenter_block_arrow
 from numpyro_sgmcmc.adaptation.settings import WarmupInputs
 from numpyro_sgmcmc.model.hessian_factor import HessianFactor
 from numpyro_sgmcmc.model.low_rank import LowRankFactor

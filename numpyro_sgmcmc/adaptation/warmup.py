@@ -20,17 +20,14 @@ import jax
 import numpy as np
 
 from numpyro_sgmcmc.adaptation.batched_gradients import BulkPositions
+from numpyro_sgmcmc.adaptation.conditional_effects import HierarchyFitError
 from numpyro_sgmcmc.adaptation.gradient_noise import (
     NO_NOISE,
     UNKNOWN_NOISE,
     measure_noise_covariance,
 )
 from numpyro_sgmcmc.adaptation.hessian_root import choose_hessian_root
-from numpyro_sgmcmc.adaptation.hierarchical_fit import (
-    HierarchyFitError,
-    HierarchyNotConvergedError,
-    fit_hierarchy_from_each,
-)
+from numpyro_sgmcmc.adaptation.hierarchical_fit import fit_hierarchy_from_each
 from numpyro_sgmcmc.adaptation.influential import find_influential_rows, precompile_influential_rows
 from numpyro_sgmcmc.adaptation.initialisation import (
     check_finite_gradient,
@@ -38,6 +35,7 @@ from numpyro_sgmcmc.adaptation.initialisation import (
     find_init_positions,
     fit_inits,
 )
+from numpyro_sgmcmc.adaptation.marginal_mode import HierarchyNotConvergedError
 from numpyro_sgmcmc.adaptation.model_checks import (
     find_inconsistent_gradients,
     find_nonadditive_plates,

@@ -10,9 +10,10 @@ import numpyro.distributions as dist
 import pytest
 
 from numpyro_sgmcmc.adaptation.batched_gradients import BulkPositions
+from numpyro_sgmcmc.adaptation.block_arrow_coordinates import recenter_block_arrow
 from numpyro_sgmcmc.adaptation.block_differences import add_differences
 from numpyro_sgmcmc.adaptation.gradient_noise import measure_shared_noise
-from numpyro_sgmcmc.adaptation.hierarchical_fit import fit_hierarchy_from_each, recenter_block_arrow
+from numpyro_sgmcmc.adaptation.hierarchical_fit import fit_hierarchy_from_each
 from numpyro_sgmcmc.model.block_arrow import find_block_arrow_layout
 from numpyro_sgmcmc.model.gradient_estimators import (
     MinibatchGradient,

@@ -11,14 +11,10 @@ import numpyro.distributions as dist
 import pytest
 from scipy.optimize import minimize
 
+from numpyro_sgmcmc.adaptation.block_arrow_coordinates import recenter_block_arrow
+from numpyro_sgmcmc.adaptation.conditional_effects import evaluate_block_arrow, remove_prior
 from numpyro_sgmcmc.adaptation.effect_centering import ScaledEffects, find_partial_centering
-from numpyro_sgmcmc.adaptation.hierarchical_fit import (
-    evaluate_block_arrow,
-    fit_hierarchy,
-    fit_hierarchy_from_each,
-    recenter_block_arrow,
-    remove_prior,
-)
+from numpyro_sgmcmc.adaptation.hierarchical_fit import fit_hierarchy, fit_hierarchy_from_each
 from numpyro_sgmcmc.model.block_arrow import (
     BlockArrowLayout,
     BlockArrowMatrix,

@@ -13,12 +13,12 @@ from numpyro.infer import MCMC
 from scipy import sparse
 
 from numpyro_sgmcmc import SGHMCSplit
+from numpyro_sgmcmc.adaptation.conditional_effects import evaluate_block_arrow, remove_prior
 from numpyro_sgmcmc.adaptation.effect_correlation import (
     EffectCorrelation,
     find_nesting,
 )
 from numpyro_sgmcmc.adaptation.effect_factors import factorize_inverse_blocks
-from numpyro_sgmcmc.adaptation.hierarchical_fit import evaluate_block_arrow, remove_prior
 from numpyro_sgmcmc.model.block_arrow import (
     BlockArrowFactor,
     SharedStrips,

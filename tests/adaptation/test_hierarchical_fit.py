@@ -14,21 +14,17 @@ from numpyro.infer import MCMC
 from scipy.optimize import minimize
 
 from numpyro_sgmcmc import SGHMCSplit, suggest_subsample_size
-from numpyro_sgmcmc.adaptation import hierarchical_fit, pilot
+from numpyro_sgmcmc.adaptation import conditional_effects, hierarchical_fit, marginal_mode, pilot
+from numpyro_sgmcmc.adaptation.block_arrow_coordinates import recenter_block_arrow
+from numpyro_sgmcmc.adaptation.conditional_effects import HierarchyFitError, evaluate_block_arrow
 from numpyro_sgmcmc.adaptation.effect_factors import (
     balance_signs,
     factorize_inverse_blocks,
     list_sign_patterns,
     make_symmetric_factors,
 )
-from numpyro_sgmcmc.adaptation.hierarchical_fit import (
-    HierarchyFitError,
-    HierarchyNotConvergedError,
-    evaluate_block_arrow,
-    fit_hierarchy,
-    fit_hierarchy_from_each,
-    recenter_block_arrow,
-)
+from numpyro_sgmcmc.adaptation.hierarchical_fit import fit_hierarchy, fit_hierarchy_from_each
+from numpyro_sgmcmc.adaptation.marginal_mode import HierarchyNotConvergedError
 from numpyro_sgmcmc.adaptation.pilot import init_standard_pilot, run_pilot_windows
 from numpyro_sgmcmc.adaptation.warmup import warm_up_globals
 from numpyro_sgmcmc.model.block_arrow import (
@@ -259,11 +255,11 @@ def test_fit_of_many_effects_is_near_the_marginal_mode():
 def update_effects(inputs, layout, shared):
     """Return the linearisation at effects of zero, and the effects after a Newton step."""
     position = layout.merge(np.zeros((layout.effects_per_group, layout.num_groups)), shared)
-    linearisation = hierarchical_fit._linearise(inputs, layout, position)
+    linearisation = conditional_effects.linearise(inputs, layout, position)
     factors, signs = linearisation.factors, balance_signs(linearisation.factors)
     deviation = multiply_blocks(factors, signs)
-    conditional = hierarchical_fit._Conditional(position, factors, deviation, position)
-    return linearisation, hierarchical_fit._update_effects(
+    conditional = conditional_effects.ConditionalEffects(position, factors, deviation, position)
+    return linearisation, conditional_effects.update_effects(
         inputs, layout, linearisation, conditional, signs, bound=1.0
     )
 
@@ -298,7 +294,7 @@ def test_hessian_of_the_marginal_is_exact(effect_sd):
         multiply_blocks(conditional.factors, signs * pattern[:, None])
         for pattern in list_sign_patterns(3)
     ]
-    found = hierarchical_fit._linearise_normal(
+    found = conditional_effects.linearise_normal(
         inputs, layout, linearisation, conditional, deviations
     )
     assert found.is_marginal
@@ -311,7 +307,7 @@ def test_hessian_of_the_marginal_is_exact(effect_sd):
     is_coupled[-1] = False
     coloring = replace(linearisation.coloring, is_coupled=is_coupled)
     missing = replace(linearisation, coloring=coloring)
-    assert hierarchical_fit._linearise_normal(inputs, layout, missing, conditional) is None
+    assert conditional_effects.linearise_normal(inputs, layout, missing, conditional) is None
 
 
 def test_missing_coupling_is_found_among_many_groups():
@@ -323,11 +319,11 @@ def test_missing_coupling_is_found_among_many_groups():
     strips[:k] = 0.5 / np.sqrt(num_groups) * np.eye(k)[:, :, None]  # a quarter of the curvature
     corner = np.eye(num_shared)
     hessian = BlockArrowMatrix(blocks, SharedStrips.from_dense(strips), corner, layout)
-    vector = hierarchical_fit._draw_shared_vector(hessian)
-    assert hierarchical_fit._is_product(hessian, vector, hessian @ vector)
+    vector = conditional_effects._draw_shared_vector(hessian)
+    assert conditional_effects._is_product(hessian, vector, hessian @ vector)
     strips[3] = 0.0
     missing = replace(hessian, strips=SharedStrips.from_dense(strips))
-    assert not hierarchical_fit._is_product(missing, vector, hessian @ vector)
+    assert not conditional_effects._is_product(missing, vector, hessian @ vector)
 
 
 def test_fit_of_normal_effects_needs_no_differences_along_shared_parameters():
@@ -428,13 +424,13 @@ def test_fit_continues_where_wrong_secants_make_steps_too_short(monkeypatch):
     layout = find_block_arrow_layout(inputs.potential, inputs.arguments)
     position = np.full(layout.dim, 0.5)
     expected = fit_hierarchy(inputs, layout, position).coordinates
-    update, calls = hierarchical_fit._update_bfgs, []
+    update, calls = marginal_mode._update_bfgs, []
 
     def shrink_first(*args):
         calls.append(args)
         return (1e-6 if len(calls) <= 2 else 1.0) * update(*args)
 
-    monkeypatch.setattr(hierarchical_fit, "_update_bfgs", shrink_first)
+    monkeypatch.setattr(marginal_mode, "_update_bfgs", shrink_first)
     found = fit_hierarchy(inputs, layout, position).coordinates
     distance = layout.take_shared(expected.solve(found.center - expected.center))
     assert np.abs(distance).max() < 0.2

@@ -13,8 +13,8 @@ from numpyro.infer import init_to_uniform
 from numpyro.infer.reparam import LocScaleReparam
 
 from numpyro_sgmcmc.adaptation.batched_gradients import BatchedGradients
+from numpyro_sgmcmc.adaptation.conditional_effects import apply_covariance
 from numpyro_sgmcmc.adaptation.effect_factors import factorize_inverse_blocks
-from numpyro_sgmcmc.adaptation.hierarchical_fit import apply_covariance
 from numpyro_sgmcmc.data.arguments import Arguments
 from numpyro_sgmcmc.model import block_arrow, subsampled
 from numpyro_sgmcmc.model.block_arrow import (

@@ -1,0 +1,182 @@
+"""Coordinates in which the posterior of a hierarchy is nearly a standard normal.
+
+They are built at the mode of the marginal (:mod:`.marginal_mode`), and the warm-up moves them to
+the mean of draws. Where the model multiplies effects by their scale, they are
+partially centred, with fractions that are found anew at each center. Effects that a matrix
+multiplies are fully centred (:mod:`.effect_centering`).
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import NamedTuple
+
+import numpy as np
+
+from numpyro_sgmcmc.adaptation.block_differences import add_differences
+from numpyro_sgmcmc.adaptation.conditional_effects import (
+    NOT_FINITE,
+    HierarchyFitError,
+    Linearisation,
+    apply_covariance,
+    evaluate_block_arrow,
+    remove_prior,
+)
+from numpyro_sgmcmc.adaptation.effect_centering import find_centering
+from numpyro_sgmcmc.adaptation.effect_correlation import EffectCorrelation, find_nesting
+from numpyro_sgmcmc.adaptation.effect_factors import (
+    factorize_inverse_blocks,
+    make_symmetric_factors,
+)
+from numpyro_sgmcmc.adaptation.marginal_mode import MarginalFit
+from numpyro_sgmcmc.adaptation.settings import WarmupInputs
+from numpyro_sgmcmc.model.block_arrow import (
+    BlockArrowFactor,
+    BlockArrowLayout,
+    BlockArrowMatrix,
+    GroupPairs,
+    SharedStrips,
+)
+from numpyro_sgmcmc.model.preconditioner import Preconditioner
+
+_REFACTOR_DISTANCE_SD = 1.0  # of a new center, beyond which effects of several groupings get new F
+
+
+class UnrefinedFit(NamedTuple):
+    """A fit before the Newton steps of :func:`_refine_shared`.
+
+    - **coordinates** - coordinates about its mean.
+    - **has_normal_effects** - whether effects are normal given the shared parameters.
+    - **linearisation** - of normal effects near its mean, in the model's coordinates.
+    """
+
+    coordinates: Preconditioner
+    has_normal_effects: bool
+    linearisation: Linearisation | None
+
+
+def build_coordinates(
+    inputs: WarmupInputs,
+    layout: BlockArrowLayout,
+    fit: MarginalFit,
+) -> UnrefinedFit:
+    """Return the coordinates of a fit that has converged."""
+    conditional, shared_covariance, linearisation = fit
+    gradient, hessian = evaluate_block_arrow(inputs, layout, conditional.position)
+    factors, pairs = conditional.factors, hessian.pairs
+    coupling, num_shared = hessian.strips, layout.num_shared
+    # Products with strips and factors may take fewer numbers than those with the coupling.
+    num_values = layout.effects_per_group + len(coupling.values)
+    has_strips = pairs is None and num_values < num_shared
+    coupling = _compute_coupling(hessian, factors, has_strips)
+    try:
+        shared_factor = np.linalg.cholesky((shared_covariance + shared_covariance.T) / 2.0)
+    except np.linalg.LinAlgError:
+        raise HierarchyFitError("the Hessian of the fit was not positive definite") from None
+    rows_gradient, of_rows = remove_prior(inputs, conditional.position, gradient, hessian)
+    prior_precisions = np.diagonal(hessian.blocks - of_rows.blocks).T
+    if pairs is None:
+        factors = make_symmetric_factors(factors, prior_precisions)
+    factor = BlockArrowFactor(
+        factors, _invert_factors(factors), coupling, shared_factor, layout, has_strips=has_strips
+    )
+    if pairs is not None:
+        factor = _factorize_groupings(factor, hessian, pairs, factors)
+    sds = np.linalg.norm(shared_factor, axis=1)
+    centering = find_centering(
+        inputs.batched_gradients,
+        rows_gradient,
+        of_rows,
+        conditional.position,
+        prior_precisions,
+        sds,
+    )
+    factor = replace(factor, centering=centering)
+    if centering is not None:
+        of_rows = centering.transform_hessian(of_rows, rows_gradient)
+    preconditioner = Preconditioner(conditional.position, factor, gradient, of_rows)
+    if not preconditioner.is_finite():
+        raise HierarchyFitError(NOT_FINITE)
+    is_normal = conditional.blocks is not None
+    is_usable = is_normal and linearisation.scaled is None
+    return UnrefinedFit(preconditioner, is_normal, linearisation if is_usable else None)
+
+
+def recenter_block_arrow(
+    inputs: WarmupInputs, preconditioner: Preconditioner, mean: np.ndarray, scale: np.ndarray
+) -> Preconditioner | None:
+    """Return coordinates in whose units the shared ones were ``mean + scale q``.
+
+    :return: None where gradient or Hessian at the new center are not finite.
+    """
+    factor = preconditioner.factor
+    layout = factor.layout
+    no_effects = np.zeros((layout.effects_per_group, layout.num_groups))
+    center = preconditioner.to_position(layout.merge(no_effects, mean))
+    factor = factor.refit_shared(mean, scale)
+    differences = preconditioner.reference_hessian.differences
+    gradient, hessian = evaluate_block_arrow(inputs, layout, center)
+    if not (np.isfinite(gradient).all() and np.isfinite(hessian.blocks).all()):
+        return None
+    coupling = _compute_coupling(hessian, factor.effect_factors, factor.has_strips)
+    factor = replace(factor, coupling=coupling)
+    if hessian.pairs is not None and np.linalg.norm(mean) > _REFACTOR_DISTANCE_SD:
+        factors = factorize_inverse_blocks(hessian.blocks)
+        factor = _factorize_groupings(factor, hessian, hessian.pairs, factors)
+    rows_gradient, of_rows = remove_prior(inputs, center, gradient, hessian)
+    if factor.sd_trend is None:
+        prior_precisions = np.diagonal(hessian.blocks - of_rows.blocks).T
+        sds = np.linalg.norm(factor.shared_factor, axis=1)
+        centering = find_centering(
+            inputs.batched_gradients, rows_gradient, of_rows, center, prior_precisions, sds
+        )
+    else:  # which is the trend of effects with these fractions
+        centering = factor.centering and factor.centering.move(center)
+    factor = replace(factor, centering=centering)
+    if centering is not None:
+        of_rows = centering.transform_hessian(of_rows, rows_gradient)
+    recentered = Preconditioner(center, factor, gradient, of_rows)
+    if differences is not None:
+        of_rows = add_differences(
+            inputs, recentered, of_rows, differences.columns, differences.steps
+        )
+        recentered = recentered._replace(reference_hessian=of_rows)
+    return recentered if recentered.is_finite() else None
+
+
+def _factorize_groupings(
+    factor: BlockArrowFactor, hessian: BlockArrowMatrix, pairs: GroupPairs, factors: np.ndarray
+) -> BlockArrowFactor:
+    """Return the factor with the dependence between effects of several groupings.
+
+    :param factors: F of each group given all others.
+    """
+    nesting, factors, others = find_nesting(hessian.layout, pairs, factors, hessian.blocks)
+    remaining = EffectCorrelation.create(others, factors)
+    return replace(
+        factor,
+        effect_factors=factors,
+        inverse_effect_factors=_invert_factors(factors),
+        correlation=None if remaining is None else remaining.fit_low_rank(),
+        nesting=nesting if nesting.coupling.any() else None,
+    )
+
+
+def _invert_factors(factors: np.ndarray) -> np.ndarray:
+    return np.moveaxis(np.linalg.inv(np.moveaxis(factors, 2, 0)), 0, 2)
+
+
+def _compute_coupling(
+    hessian: BlockArrowMatrix, factors: np.ndarray, has_strips: bool
+) -> SharedStrips:
+    """Return the dependence of the effects' means on the shared parameters, or the strips of it.
+
+    :param factors: F of a single grouping.
+    """
+    if has_strips:
+        return hessian.strips
+    if hessian.pairs is not None:
+        factors = factorize_inverse_blocks(hessian.blocks)
+    correlation = EffectCorrelation.create(hessian.pairs, factors)
+    strips = hessian.strips.multiply(np.eye(hessian.layout.num_shared))
+    return SharedStrips.from_dense(apply_covariance(factors, strips, correlation))
