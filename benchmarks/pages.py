@@ -66,7 +66,7 @@ def _shown(table: Table, left_out: set[str]) -> str:
 def _when(table: Table) -> str:
     when = table["day"]
     if "commit" in table:
-        when += f", commit {table['commit']}, load {table['load']} before"
+        when += f", commit {table['commit']}, load average {table['load']}"
     return f"{_where(table)} ({when})"
 
 
