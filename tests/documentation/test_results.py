@@ -153,7 +153,7 @@ def test_table_names_its_commit_and_load(benchmarks):
 
     found = table("3.13", OLD) | {"commit": "0123abc", "load": 0.2}
     page = "<!-- measured: things -->\n<!-- end -->\n"
-    assert "(2026-01-01, commit 0123abc, load 0.2 before)" in pages.with_tables(page, [found])
+    assert "(2026-01-01, commit 0123abc, load average 0.2)" in pages.with_tables(page, [found])
 
 
 def test_nothing_is_kept_unless_asked_for(tmp_path):
