@@ -1,7 +1,7 @@
 """Mode of the marginal of the parameters that the groups of a hierarchy share.
 
 BFGS finds the zero of the gradient M of :mod:`.conditional_effects`, and its inverse Hessian is the
-covariance of the shared parameters. Where Newton steps follow (:mod:`.hierarchical_fit`), BFGS
+covariance of the shared parameters. Where Newton steps follow (:mod:`.marginal_refinement`), BFGS
 starts again where it has converged, because secants of steps that were too long may have made later
 steps too short. Where effects are normal given the shared parameters and few products determine the
 strips (:mod:`.shared_coloring`), Newton's method takes the place of BFGS.

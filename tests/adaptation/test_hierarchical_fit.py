@@ -14,7 +14,13 @@ from numpyro.infer import MCMC
 from scipy.optimize import minimize
 
 from numpyro_sgmcmc import SGHMCSplit, suggest_subsample_size
-from numpyro_sgmcmc.adaptation import conditional_effects, hierarchical_fit, marginal_mode, pilot
+from numpyro_sgmcmc.adaptation import (
+    conditional_effects,
+    hierarchical_fit,
+    marginal_mode,
+    marginal_refinement,
+    pilot,
+)
 from numpyro_sgmcmc.adaptation.block_arrow_coordinates import recenter_block_arrow
 from numpyro_sgmcmc.adaptation.conditional_effects import HierarchyFitError, evaluate_block_arrow
 from numpyro_sgmcmc.adaptation.effect_factors import (
@@ -155,7 +161,7 @@ def test_fit_is_exact_where_many_groups_have_normal_effects(make_rows, num_group
 
 
 def test_fit_is_not_exact_where_newtons_method_has_not_converged(monkeypatch):
-    monkeypatch.setattr(hierarchical_fit, "_MAX_LAST_NEWTON_STEP_SD", 0.0)
+    monkeypatch.setattr(marginal_refinement, "_MAX_LAST_NEWTON_STEP_SD", 0.0)
     group, y = make_data(num_groups=3_000)
     inputs = make_inputs(make_model(num_groups=3_000), (group, y), 100)
     layout = find_block_arrow_layout(inputs.potential, inputs.arguments)
@@ -331,7 +337,7 @@ def test_fit_of_normal_effects_needs_no_differences_along_shared_parameters():
     layout = find_block_arrow_layout(inputs.potential, inputs.arguments)
     unrefined = fit_hierarchy(inputs, layout, np.zeros(layout.dim))
     assert unrefined.linearisation is not None
-    fit, is_exact = hierarchical_fit._refine_shared(inputs, layout, unrefined)
+    fit, is_exact = marginal_refinement.refine_shared(inputs, unrefined)
     assert is_exact
     mode, covariance = find_mode(potential, 6)
     root = np.linalg.cholesky(covariance)
@@ -340,7 +346,7 @@ def test_fit_of_normal_effects_needs_no_differences_along_shared_parameters():
     relative = np.linalg.solve(root, fit.factor.shared_factor)
     np.testing.assert_allclose(relative @ relative.T, np.eye(6), atol=MAX_NORMAL_COVARIANCE_ERROR)
     by_differences = unrefined._replace(linearisation=None)
-    other, _ = hierarchical_fit._refine_shared(inputs, layout, by_differences)
+    other, _ = marginal_refinement.refine_shared(inputs, by_differences)
     trend, expected = fit.factor.sd_trend, other.factor.sd_trend
     assert trend.columns == expected.columns
     np.testing.assert_allclose(trend.values, expected.values, rtol=1e-3, atol=1e-4)
@@ -406,13 +412,13 @@ def test_fits_are_compared_without_the_refinement(monkeypatch):
     inputs = make_inputs(make_model(), make_data(), 100)
     layout = find_block_arrow_layout(inputs.potential, inputs.arguments)
 
-    def move(inputs, layout, fit):
+    def move(inputs, fit):
         identity = np.eye(layout.num_shared)
         shift = np.full(layout.num_shared, 5.0)
         moved = recenter_block_arrow(inputs, fit.coordinates, shift, identity)
-        return moved, True
+        return marginal_refinement.HierarchyFit(moved, is_exact=True)
 
-    monkeypatch.setattr(hierarchical_fit, "_refine_shared", move)
+    monkeypatch.setattr(hierarchical_fit, "refine_shared", move)
     positions = [np.zeros(layout.dim), np.full(layout.dim, 0.3)]
     fit = fit_hierarchy_from_each(inputs, layout, positions).coordinates
     assert fit.is_finite()
