@@ -43,7 +43,7 @@ _REFACTOR_DISTANCE_SD = 1.0  # of a new center, beyond which effects of several 
 
 
 class UnrefinedFit(NamedTuple):
-    """A fit before the Newton steps of :func:`_refine_shared`.
+    """A fit before the Newton steps of :mod:`.marginal_refinement`.
 
     - **coordinates** - coordinates about its mean.
     - **has_normal_effects** - whether effects are normal given the shared parameters.
@@ -56,12 +56,10 @@ class UnrefinedFit(NamedTuple):
 
 
 def build_coordinates(
-    inputs: WarmupInputs,
-    layout: BlockArrowLayout,
-    fit: MarginalFit,
+    inputs: WarmupInputs, layout: BlockArrowLayout, fit: MarginalFit
 ) -> UnrefinedFit:
     """Return the coordinates of a fit that has converged."""
-    conditional, shared_covariance, linearisation = fit
+    conditional, linearisation = fit.conditional, fit.linearisation
     gradient, hessian = evaluate_block_arrow(inputs, layout, conditional.position)
     factors, pairs = conditional.factors, hessian.pairs
     coupling, num_shared = hessian.strips, layout.num_shared
@@ -70,7 +68,7 @@ def build_coordinates(
     has_strips = pairs is None and num_values < num_shared
     coupling = _compute_coupling(hessian, factors, has_strips)
     try:
-        shared_factor = np.linalg.cholesky((shared_covariance + shared_covariance.T) / 2.0)
+        shared_factor = np.linalg.cholesky((fit.shared_covariance + fit.shared_covariance.T) / 2.0)
     except np.linalg.LinAlgError:
         raise HierarchyFitError("the Hessian of the fit was not positive definite") from None
     rows_gradient, of_rows = remove_prior(inputs, conditional.position, gradient, hessian)

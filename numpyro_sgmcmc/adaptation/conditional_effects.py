@@ -113,9 +113,9 @@ class Linearisation:
         """Return the effects' covariance given the shared parameters times ``(k, G)``."""
         return apply_covariance(self.factors, effects[None], self.correlation)[0]
 
-    def compute_marginal_gradient(self, layout: BlockArrowLayout, gradient: np.ndarray) -> Any:
+    def compute_marginal_gradient(self, gradient: np.ndarray) -> Any:
         """Return M, shape ``(s,)``, from the expectation of the gradient."""
-        of_effects, of_shared = layout.split(gradient)
+        of_effects, of_shared = self.hessian.layout.split(gradient)
         return of_shared - self.strips.sum_over_groups(self.apply_covariance(of_effects))
 
 
@@ -196,6 +196,18 @@ def linearise(
     coloring = SharedColoring.find(hessian) if len(layout.groupings) == 1 else None
     return Linearisation(
         gradient, hessian, covariance, factors, correlation, scaled, coloring, is_joint
+    )
+
+
+def relinearise(
+    inputs: WarmupInputs,
+    layout: BlockArrowLayout,
+    previous: Linearisation,
+    conditional: ConditionalEffects,
+) -> Linearisation:
+    """Return the linearisation at the effects' means, of the kind of a previous one."""
+    return linearise(
+        inputs, layout, conditional.position, previous.scaled, is_joint=previous.is_joint
     )
 
 

@@ -20,8 +20,7 @@ are usual.
 
 from __future__ import annotations
 
-from dataclasses import replace
-from typing import NamedTuple
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -32,6 +31,7 @@ from numpyro_sgmcmc.adaptation.conditional_effects import (
     choose_deviation,
     linearise,
     linearise_normal,
+    relinearise,
     remove_prior,
     update_effects,
 )
@@ -70,17 +70,31 @@ class HierarchyNotConvergedError(HierarchyFitError):
     """The fit did not converge. From effects near their posterior means it may."""
 
 
-class MarginalFit(NamedTuple):
-    """The mode of the marginal.
+@dataclass(frozen=True)
+class MarginalFit:
+    """A normal approximation of the marginal, while its mode is sought and at the mode.
 
-    - **conditional** - effects given the shared parameters there.
-    - **shared_covariance** - of the shared parameters, shape ``(s, s)``.
-    - **linearisation** - near it.
+    - **conditional** - effects given the shared parameters at its center.
+    - **linearisation** - near the center.
+    - **shared_covariance** - of the shared parameters, the inverse Hessian of BFGS, ``(s, s)``.
+    - **gradient** - M at the center, shape ``(s,)``.
     """
 
     conditional: ConditionalEffects
-    shared_covariance: np.ndarray
     linearisation: Linearisation
+    shared_covariance: np.ndarray
+    gradient: np.ndarray
+
+    @classmethod
+    def create(cls, linearisation: Linearisation, conditional: ConditionalEffects) -> MarginalFit:
+        """Return the approximation with the covariance of a linearisation."""
+        gradient = linearisation.compute_marginal_gradient(conditional.gradient)
+        return cls(conditional, linearisation, linearisation.shared_covariance, gradient)
+
+    @property
+    def decrement(self) -> float:
+        """The Newton decrement: the length of a Newton step, in posterior SDs."""
+        return float(np.sqrt(max(self.gradient @ self.shared_covariance @ self.gradient, 0.0)))
 
 
 def fit_marginal(
@@ -130,7 +144,7 @@ def fit_marginal(
         factors = conditional.factors / scaled.compute_scales(conditional.position)[:, None]
         position = scaled.from_products(conditional.position)
         conditional = replace(conditional, position=position, factors=factors)
-    return found._replace(conditional=conditional)
+    return replace(found, conditional=conditional)
 
 
 def _find_mode(
@@ -146,83 +160,90 @@ def _find_mode(
 
     :return: None where it does not converge.
     """
-    inverse_hessian, num_converged, num_distant = linearisation.shared_covariance, 0, 0
-    distance, bound = 0.0, _INIT_STEP_BOUND
+    fit = MarginalFit.create(linearisation, conditional)
+    bound, distance, num_converged, num_distant = _INIT_STEP_BOUND, 0.0, 0, 0
     # Where Newton steps follow, the covariance need not be that of many secants.
     is_refined = linearisation.hessian.pairs is None and layout.num_shared <= MAX_REFINED_SHARED
     is_checked = not is_refined
     # More products than those of the effects would take longer than BFGS.
     coloring = linearisation.coloring
     is_newton = coloring is not None and coloring.num_colors < layout.effects_per_group
-    gradient = linearisation.compute_marginal_gradient(layout, conditional.gradient)
     for _ in range(max_iterations):
         inputs.progress.advance(1)
-        step = -inverse_hessian @ gradient
+        step = -fit.shared_covariance @ fit.gradient
         largest = np.abs(step).max()
         step = step * min(1.0, bound / largest) if largest > 0.0 else step
-        shift = -linearisation.apply_covariance(linearisation.strips.multiply(step))
-        shift = layout.merge(shift, step)
-        previous = conditional
-        conditional = replace(conditional, position=conditional.position + shift)
-        for _ in range(2):
-            conditional = update_effects(inputs, layout, linearisation, conditional, signs, bound)
-            of_effects, _ = layout.split(conditional.gradient)
-            remaining = multiply_blocks(conditional.factors, of_effects, transpose=True)
-            remaining_square = np.mean(np.square(remaining))
-            if remaining_square < _MAX_EFFECT_STEP_SD**2:
-                break
-        are_distant = not remaining_square < _DISTANT_EFFECTS_SD**2
-        num_distant += are_distant and linearisation.correlation is not None
+        moved, effect_step_sd = _move(inputs, layout, fit, step, signs, bound)
+        are_distant = not effect_step_sd < _DISTANT_EFFECTS_SD
+        num_distant += are_distant and fit.linearisation.correlation is not None
         if num_distant == _MAX_DISTANT_ITERATIONS:
             return None
-        following = linearisation.compute_marginal_gradient(layout, conditional.gradient)
-        if not np.isfinite(following).all():
-            conditional, bound = previous, _REJECTED_STEP_FACTOR * min(bound, largest)
+        is_finite = np.isfinite(moved.gradient).all()
+        decrement = fit.decrement
+        ratio = moved.decrement / max(decrement, np.finfo(float).tiny)
+        if is_finite and decrement > _MIN_SECANT_DECREMENT:
+            # Also of a step that is rejected: the next one from here is better.
+            covariance = _update_bfgs(fit, step, moved.gradient)
+            fit, moved = (replace(x, shared_covariance=covariance) for x in (fit, moved))
+        has_grown = ratio > _MAX_DECREMENT_RATIO and decrement > _CONVERGED_DECREMENT
+        if not is_finite or has_grown:
+            bound = _REJECTED_STEP_FACTOR * min(bound, largest)
             continue
-        decrement = _compute_decrement(inverse_hessian, gradient)
-        ratio = _compute_decrement(inverse_hessian, following) / max(
-            decrement, np.finfo(float).tiny
-        )
-        if decrement > _MIN_SECANT_DECREMENT:
-            inverse_hessian = _update_bfgs(inverse_hessian, step, following - gradient, gradient)
-        if ratio > _MAX_DECREMENT_RATIO and decrement > _CONVERGED_DECREMENT:
-            # The change of the gradient is in the inverse Hessian: a shorter step from here.
-            conditional, bound = previous, _REJECTED_STEP_FACTOR * min(bound, largest)
-            continue
+        fit = moved
         bound = 2.0 * bound if ratio < 1.0 and largest > bound else _INIT_STEP_BOUND
         distance += np.abs(step).max()
-        gradient = following
         refreshed = None
         if is_newton:
-            refreshed = linearise_normal(inputs, layout, linearisation, conditional)
+            refreshed = linearise_normal(inputs, layout, fit.linearisation, fit.conditional)
         if refreshed is None and distance > _REFRESH_DISTANCE:
-            scaled, is_joint = linearisation.scaled, linearisation.is_joint
-            refreshed = linearise(inputs, layout, conditional.position, scaled, is_joint)
+            refreshed = relinearise(inputs, layout, fit.linearisation, fit.conditional)
         if refreshed is not None:
-            linearisation, distance = refreshed, 0.0
-            inverse_hessian = linearisation.shared_covariance
-            gradient = linearisation.compute_marginal_gradient(layout, conditional.gradient)
-        decrement = _compute_decrement(inverse_hessian, gradient)
-        is_converged = decrement < _CONVERGED_DECREMENT and not are_distant
+            fit, distance = MarginalFit.create(refreshed, fit.conditional), 0.0
+        is_converged = fit.decrement < _CONVERGED_DECREMENT and not are_distant
         num_converged = num_converged + 1 if is_converged else 0
-        is_near = decrement < _NEAR_DECREMENT and _is_near(layout, known, conditional.position)
-        is_marginal = refreshed is not None and refreshed.is_marginal
-        has_ended = num_converged == _NUM_CONVERGED
-        if is_near or (has_ended and (is_checked or is_marginal)):
-            return MarginalFit(conditional, inverse_hessian, linearisation)
-        if has_ended:
-            # Secants where a step overshot may have made the inverse Hessian far too small.
-            scaled, is_joint = linearisation.scaled, linearisation.is_joint
-            linearisation = linearise_normal(
-                inputs, layout, linearisation, conditional
-            ) or linearise(inputs, layout, conditional.position, scaled, is_joint)
-            inverse_hessian, distance = linearisation.shared_covariance, 0.0
-            gradient = linearisation.compute_marginal_gradient(layout, conditional.gradient)
-            decrement = _compute_decrement(inverse_hessian, gradient)
-            if linearisation.is_marginal and decrement < _CONVERGED_DECREMENT:
-                return MarginalFit(conditional, inverse_hessian, linearisation)
-            num_converged, is_checked = 0, True
+        is_near = fit.decrement < _NEAR_DECREMENT
+        if is_near and _is_near(layout, known, fit.conditional.position):
+            return fit
+        if num_converged < _NUM_CONVERGED:
+            continue
+        if is_checked or (refreshed is not None and refreshed.is_marginal):
+            return fit
+        # Secants where a step overshot may have made the covariance far too small.
+        refreshed = linearise_normal(inputs, layout, fit.linearisation, fit.conditional)
+        if refreshed is None:
+            refreshed = relinearise(inputs, layout, fit.linearisation, fit.conditional)
+        fit, distance = MarginalFit.create(refreshed, fit.conditional), 0.0
+        if refreshed.is_marginal and fit.decrement < _CONVERGED_DECREMENT:
+            return fit
+        num_converged, is_checked = 0, True
     return None
+
+
+def _move(
+    inputs: WarmupInputs,
+    layout: BlockArrowLayout,
+    fit: MarginalFit,
+    step: np.ndarray,
+    signs: np.ndarray,
+    bound: float,
+) -> tuple[MarginalFit, float]:
+    """Return the fit after a step of the shared parameters, with the same covariance.
+
+    Also return the RMS of the Newton steps that the effects would take there, in posterior SDs.
+    """
+    linearisation = fit.linearisation
+    shift = -linearisation.apply_covariance(linearisation.strips.multiply(step))
+    position = fit.conditional.position + layout.merge(shift, step)
+    conditional, effect_step_sd = replace(fit.conditional, position=position), np.inf
+    for _ in range(2):
+        conditional = update_effects(inputs, layout, linearisation, conditional, signs, bound)
+        of_effects, _ = layout.split(conditional.gradient)
+        steps = multiply_blocks(conditional.factors, of_effects, transpose=True)
+        effect_step_sd = float(np.sqrt(np.mean(np.square(steps))))
+        if effect_step_sd < _MAX_EFFECT_STEP_SD:
+            break
+    gradient = linearisation.compute_marginal_gradient(conditional.gradient)
+    return replace(fit, conditional=conditional, gradient=gradient), effect_step_sd
 
 
 def _is_nested(linearisation: Linearisation) -> bool:
@@ -246,17 +267,11 @@ def _is_near(layout: BlockArrowLayout, known: Preconditioner | None, position: n
     return known is not None and compute_distance(layout, known, position) < _NEAR_DISTANCE_SD
 
 
-def _update_bfgs(
-    inverse_hessian: np.ndarray, step: np.ndarray, change: np.ndarray, gradient: np.ndarray
-) -> np.ndarray:
-    """Return the inverse Hessian after a step that changed the gradient."""
-    curvature, predicted = float(step @ change), abs(float(step @ gradient))
+def _update_bfgs(fit: MarginalFit, step: np.ndarray, gradient: np.ndarray) -> np.ndarray:
+    """Return the covariance after a step to another gradient."""
+    change, covariance = gradient - fit.gradient, fit.shared_covariance
+    curvature, predicted = float(step @ change), abs(float(step @ fit.gradient))
     if curvature <= _MIN_CURVATURE_RATIO * predicted:
-        return inverse_hessian
+        return covariance
     left = np.eye(step.size) - np.outer(step, change) / curvature
-    return left @ inverse_hessian @ left.T + np.outer(step, step) / curvature
-
-
-def _compute_decrement(inverse_hessian: np.ndarray, gradient: np.ndarray) -> float:
-    """Return the Newton decrement: the length of a Newton step, in posterior SDs."""
-    return float(np.sqrt(max(gradient @ inverse_hessian @ gradient, 0.0)))
+    return left @ covariance @ left.T + np.outer(step, step) / curvature
