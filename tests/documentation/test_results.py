@@ -131,7 +131,6 @@ def test_the_pages_have_what_was_kept(benchmarks):
 
 # Of benchmarks.md: the first columns' names and the script that prints the numbers.
 TABLES_BY_HAND = {
-    "| rows; groups | `SGHMCSplit` | gpboost |": "time_to_accuracy",
     "| run | batch size | wall s |": "accelerator",
 }
 
