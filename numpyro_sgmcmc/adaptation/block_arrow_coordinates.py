@@ -114,7 +114,7 @@ def recenter_block_arrow(
     factor = factor.refit_shared(mean, scale)
     differences = preconditioner.reference_hessian.differences
     gradient, hessian = evaluate_block_arrow(inputs, layout, center)
-    if not (np.isfinite(gradient).all() and np.isfinite(hessian.blocks).all()):
+    if not (np.isfinite(gradient).all() and hessian.is_finite()):
         return None
     coupling = _compute_coupling(hessian, factor.effect_factors, factor.has_strips)
     factor = replace(factor, coupling=coupling)

@@ -181,7 +181,7 @@ def linearise(
         of effects that a random walk couples.
     """
     gradient, hessian = evaluate_block_arrow(inputs, layout, position, scaled)
-    if not (np.isfinite(gradient).all() and np.isfinite(hessian.blocks).all()):
+    if not (np.isfinite(gradient).all() and hessian.is_finite()):
         raise HierarchyFitError(NOT_FINITE)
     if not np.diagonal(hessian.blocks).all():
         raise HierarchyFitError("the density does not depend on some effects")

@@ -102,8 +102,8 @@ class _Marginal:
         layout, coordinates = self.layout, self.coordinates
         x, position = self.move(shared)
         blocks = self.compute_blocks(position)
-        inverse_factors = factorize_inverse_blocks(blocks)
-        deviations = np.stack([multiply_blocks(inverse_factors, signs) for signs in patterns])
+        factors = factorize_inverse_blocks(blocks)
+        deviations = np.stack([multiply_blocks(factors, signs) for signs in patterns])
         deviations = layout.merge(deviations, np.zeros((len(deviations), layout.num_shared)))
         gradients = self.inputs.batched_gradients.large_pass_gradients(
             position + np.concatenate([deviations, -deviations])
@@ -224,7 +224,7 @@ def _add_sd_trend(coordinates: Preconditioner, trend: np.ndarray) -> Preconditio
 def _take_newton_steps(
     marginal: _Marginal, curvature: np.ndarray, patterns: Sequence[np.ndarray]
 ) -> tuple[np.ndarray, np.ndarray, bool]:
-    """Return the mode of the marginal, a factor of its covariance there, and whether it converged.
+    """Return the last position, a factor of the covariance there, and whether steps converged.
 
     :param curvature: of the marginal in shared coordinates, not symmetric up to the error of
         differences.
@@ -255,7 +255,8 @@ def _compute_covariance(
     blocks = marginal.compute_blocks(center)
     factors = factorize_inverse_blocks(blocks)
     deviations = [multiply_blocks(factors, signs) for signs in patterns]
-    effects = ConditionalEffects(center, factors, deviations[0], center, blocks)
+    no_gradient = np.zeros_like(center)  # not used
+    effects = ConditionalEffects(center, factors, deviations[0], no_gradient, blocks)
     found = linearise_normal(marginal.inputs, marginal.layout, linearisation, effects, deviations)
     return found.shared_covariance if found is not None and found.is_marginal else None
 

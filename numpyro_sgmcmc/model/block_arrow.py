@@ -478,6 +478,11 @@ class BlockArrowMatrix:
             of_effects = of_effects + self.pairs.multiply(effects)
         return of_effects, shared @ self.corner + self.strips.sum_over_groups(effects)
 
+    def is_finite(self) -> bool:
+        """Return whether all entries are finite; for NumPy arrays."""
+        parts = self.blocks, self.strips.values, self.corner
+        return all(bool(np.isfinite(x).all()) for x in parts)
+
     def subtract(self, other: BlockArrowMatrix) -> BlockArrowMatrix:
         """Return the matrix minus one without pairs; strips that are rounding are zero."""
         units = np.eye(self.layout.num_shared)

@@ -424,6 +424,26 @@ def test_fits_are_compared_without_the_refinement(monkeypatch):
     assert fit.is_finite()
 
 
+@pytest.mark.parametrize("part", ["corner", "strips"])
+def test_hessian_of_shared_parameters_that_is_not_finite_ends_the_fit(part, monkeypatch):
+    inputs = make_inputs(make_model(), make_data(), 100)
+    layout = find_block_arrow_layout(inputs.potential, inputs.arguments)
+    gradient, hessian = evaluate_block_arrow(inputs, layout, np.zeros(layout.dim))
+    if part == "corner":
+        corner = hessian.corner.copy()
+        corner[0, 1] = np.nan
+        hessian = replace(hessian, corner=corner)
+    else:
+        values = hessian.strips.values.copy()
+        values[0, 0, 3] = np.inf
+        hessian = replace(hessian, strips=replace(hessian.strips, values=values))
+    monkeypatch.setattr(
+        conditional_effects, "evaluate_block_arrow", lambda *args: (gradient, hessian)
+    )
+    with pytest.raises(HierarchyFitError, match="not finite"):
+        conditional_effects.linearise(inputs, layout, np.zeros(layout.dim))
+
+
 def test_fit_continues_where_wrong_secants_make_steps_too_short(monkeypatch):
     group, y = make_data()
     inputs = make_inputs_of_effects(lambda e: dist.StudentT(4.0, e, 1.0), y, group, GROUPS)
