@@ -1,9 +1,9 @@
 """Coordinates in which the posterior of a hierarchy is nearly a standard normal.
 
 They are built at the mode of the marginal (:mod:`.marginal_mode`), and the warm-up moves them to
-the mean of draws. Where the model multiplies effects by their scale, they are
-partially centred, with fractions that are found anew at each center. Effects that a matrix
-multiplies are fully centred (:mod:`.effect_centering`).
+the mean of draws. Where the model multiplies effects by their scale, effects are partially centred,
+with fractions that are found anew at each center. Effects that a matrix multiplies are fully
+centred (:mod:`.effect_centering`).
 """
 
 from __future__ import annotations

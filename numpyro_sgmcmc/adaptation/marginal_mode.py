@@ -7,7 +7,7 @@ steps too short. Where effects are normal given the shared parameters and few pr
 strips (:mod:`.shared_coloring`), Newton's method takes the place of BFGS.
 
 With several groupings, groups then deviate with the group that they belong to, such as schools
-with their district, and BFGS goes on. Other effects of several groupings deviate independently.
+with their district, and BFGS continues. Other effects of several groupings deviate independently.
 
 With crossed effects, such as the slopes and abilities of item responses, steps from zero may not
 approach the effects' means. The fit then ends, and the warm-up starts another one at the means of
