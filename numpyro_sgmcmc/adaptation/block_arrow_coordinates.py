@@ -20,15 +20,20 @@ from numpyro_sgmcmc.adaptation.conditional_effects import (
     Linearisation,
     apply_covariance,
     evaluate_block_arrow,
-    remove_prior,
+    evaluate_prior,
 )
-from numpyro_sgmcmc.adaptation.effect_centering import find_centering
+from numpyro_sgmcmc.adaptation.effect_centering import find_centering, find_exponents
 from numpyro_sgmcmc.adaptation.effect_correlation import EffectCorrelation, find_nesting
 from numpyro_sgmcmc.adaptation.effect_factors import (
     factorize_inverse_blocks,
     make_symmetric_factors,
 )
 from numpyro_sgmcmc.adaptation.marginal_mode import MarginalFit
+from numpyro_sgmcmc.adaptation.prior_scales import (
+    build_prior_scaling,
+    find_prior_exponents,
+    find_uncertain_kinds,
+)
 from numpyro_sgmcmc.adaptation.settings import WarmupInputs
 from numpyro_sgmcmc.model.block_arrow import (
     BlockArrowFactor,
@@ -71,8 +76,9 @@ def build_coordinates(
         shared_factor = np.linalg.cholesky((fit.shared_covariance + fit.shared_covariance.T) / 2.0)
     except np.linalg.LinAlgError:
         raise HierarchyFitError("the Hessian of the fit was not positive definite") from None
-    rows_gradient, of_rows = remove_prior(inputs, conditional.position, gradient, hessian)
-    prior_precisions = np.diagonal(hessian.blocks - of_rows.blocks).T
+    of_prior, prior_hessian = evaluate_prior(inputs, layout, conditional.position)
+    rows_gradient, of_rows = gradient - of_prior, hessian.subtract(prior_hessian)
+    prior_precisions = np.diagonal(prior_hessian.blocks).T
     if pairs is None:
         factors = make_symmetric_factors(factors, prior_precisions)
     factor = BlockArrowFactor(
@@ -80,18 +86,10 @@ def build_coordinates(
     )
     if pairs is not None:
         factor = _factorize_groupings(factor, hessian, pairs, factors)
-    sds = np.linalg.norm(shared_factor, axis=1)
-    centering = find_centering(
-        inputs.batched_gradients,
-        rows_gradient,
-        of_rows,
-        conditional.position,
-        prior_precisions,
-        sds,
-    )
-    factor = replace(factor, centering=centering)
-    if centering is not None:
-        of_rows = centering.transform_hessian(of_rows, rows_gradient)
+    prior, rows = (of_prior, prior_hessian), (rows_gradient, of_rows)
+    factor = _add_centering(inputs, factor, conditional.position, prior, rows)
+    if factor.centering is not None:
+        of_rows = factor.centering.transform_hessian(of_rows, rows_gradient)
     preconditioner = Preconditioner(conditional.position, factor, gradient, of_rows)
     if not preconditioner.is_finite():
         raise HierarchyFitError(NOT_FINITE)
@@ -107,7 +105,7 @@ def recenter_block_arrow(
 
     :return: None where gradient or Hessian at the new center are not finite.
     """
-    factor = preconditioner.factor
+    factor, scaling = preconditioner.factor, preconditioner.factor.prior_scaling
     layout = factor.layout
     no_effects = np.zeros((layout.effects_per_group, layout.num_groups))
     center = preconditioner.to_position(layout.merge(no_effects, mean))
@@ -121,18 +119,19 @@ def recenter_block_arrow(
     if hessian.pairs is not None and np.linalg.norm(mean) > _REFACTOR_DISTANCE_SD:
         factors = factorize_inverse_blocks(hessian.blocks)
         factor = _factorize_groupings(factor, hessian, hessian.pairs, factors)
-    rows_gradient, of_rows = remove_prior(inputs, center, gradient, hessian)
-    if factor.sd_trend is None:
-        prior_precisions = np.diagonal(hessian.blocks - of_rows.blocks).T
-        sds = np.linalg.norm(factor.shared_factor, axis=1)
-        centering = find_centering(
-            inputs.batched_gradients, rows_gradient, of_rows, center, prior_precisions, sds
-        )
-    else:  # which is the trend of effects with these fractions
-        centering = factor.centering and factor.centering.move(center)
-    factor = replace(factor, centering=centering)
-    if centering is not None:
-        of_rows = centering.transform_hessian(of_rows, rows_gradient)
+    of_prior, prior_hessian = evaluate_prior(inputs, layout, center)
+    rows_gradient, of_rows = gradient - of_prior, hessian.subtract(prior_hessian)
+    prior, rows = (of_prior, prior_hessian), (rows_gradient, of_rows)
+    if factor.sd_trend is None and scaling is None:
+        factor = _add_centering(inputs, factor, center, prior, rows)
+    else:  # which are those of the same fractions
+        factor = replace(factor, centering=factor.centering and factor.centering.move(center))
+        if scaling is not None:
+            exponents = find_prior_exponents(*prior)
+            scaling = build_prior_scaling(exponents, scaling.find_kinds(layout), *prior, factor)
+            factor = replace(factor, prior_scaling=scaling)
+    if factor.centering is not None:
+        of_rows = factor.centering.transform_hessian(of_rows, rows_gradient)
     recentered = Preconditioner(center, factor, gradient, of_rows)
     if differences is not None:
         of_rows = add_differences(
@@ -140,6 +139,34 @@ def recenter_block_arrow(
         )
         recentered = recentered._replace(reference_hessian=of_rows)
     return recentered if recentered.is_finite() else None
+
+
+def _add_centering(
+    inputs: WarmupInputs,
+    factor: BlockArrowFactor,
+    center: np.ndarray,
+    prior: tuple[np.ndarray, BlockArrowMatrix],
+    rows: tuple[np.ndarray, BlockArrowMatrix],
+) -> BlockArrowFactor:
+    """Return the factor with the centring of effects, and with scales that are uncertain.
+
+    :param prior: gradient and Hessian of the prior's part of the potential at the center.
+    :param rows: those of the rows' part.
+    """
+    by_prior, by_rows = find_prior_exponents(*prior), find_exponents(*rows, center)
+    is_uncertain = find_uncertain_kinds(by_prior + by_rows, *prior, factor)
+    centering = find_centering(
+        inputs.batched_gradients,
+        *rows,
+        center,
+        np.diagonal(prior[1].blocks).T,
+        np.linalg.norm(factor.shared_factor, axis=1),
+        by_rows,
+        is_uncertain,
+    )
+    factor = replace(factor, centering=centering)
+    scaling = build_prior_scaling(by_prior, is_uncertain, *prior, factor)
+    return replace(factor, prior_scaling=scaling)
 
 
 def _factorize_groupings(

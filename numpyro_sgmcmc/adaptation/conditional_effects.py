@@ -160,10 +160,16 @@ def remove_prior(
     inputs: WarmupInputs, position: np.ndarray, gradient: np.ndarray, hessian: BlockArrowMatrix
 ) -> tuple[np.ndarray, BlockArrowMatrix]:
     """Return gradient and Hessian of the part of the potential that minibatches estimate."""
-    layout = hessian.layout
-    of_prior, products = inputs.batched_gradients.prior_products(position, layout.make_probes())
-    prior_hessian = BlockArrowMatrix.from_products(layout, products)
+    of_prior, prior_hessian = evaluate_prior(inputs, hessian.layout, position)
     return gradient - of_prior, hessian.subtract(prior_hessian)
+
+
+def evaluate_prior(
+    inputs: WarmupInputs, layout: BlockArrowLayout, position: np.ndarray
+) -> tuple[np.ndarray, BlockArrowMatrix]:
+    """Return gradient and Hessian of the prior's part of the potential."""
+    gradient, products = inputs.batched_gradients.prior_products(position, layout.make_probes())
+    return gradient, BlockArrowMatrix.from_products(layout, products)
 
 
 def linearise(

@@ -67,11 +67,10 @@ class ScaledEffects:
 
         :param rows_gradient: at the position, of the rows' part of the potential.
         """
-        exponents, kinds = _find_exponents(rows_gradient, rows_hessian, position)
+        exponents, layout = find_exponents(rows_gradient, rows_hessian, position), rows_hessian.layout
         if not exponents.any():
             return None
-        strips = SharedStrips.from_dense(np.tensordot(exponents, kinds, 1))
-        return cls(strips, rows_hessian.layout)
+        return cls(SharedStrips.from_dense(spread_over_groups(layout, exponents)), layout)
 
     def compute_scales(self, position: np.ndarray) -> np.ndarray:
         """Return the scales, shape ``(..., k, G)``."""
@@ -130,20 +129,21 @@ def find_centering(
     center: np.ndarray,
     prior_precisions: np.ndarray,
     shared_sds: np.ndarray,
+    exponents: np.ndarray,
+    is_uncertain: np.ndarray,
 ) -> Centering | None:
     """Return what :func:`find_partial_centering` does, with the polynomial of a matrix.
 
     :param shared_sds: SDs of the shared parameters.
     """
-    centering = find_partial_centering(rows_gradient, rows_hessian, center, prior_precisions)
+    arguments = rows_gradient, rows_hessian, center, prior_precisions, exponents, is_uncertain
+    centering = find_partial_centering(*arguments)
     if not isinstance(centering, MatrixCentering):
         return centering
     centering = _add_polynomial(centering, gradients, center, shared_sds)
     if centering is not None:
         return centering
-    return find_partial_centering(
-        rows_gradient, rows_hessian, center, prior_precisions, with_matrix=False
-    )
+    return find_partial_centering(*arguments, with_matrix=False)
 
 
 def find_partial_centering(
@@ -151,31 +151,42 @@ def find_partial_centering(
     rows_hessian: BlockArrowMatrix,
     center: np.ndarray,
     prior_precisions: np.ndarray,
+    exponents: np.ndarray,
+    is_uncertain: np.ndarray,
     with_matrix: bool = True,
 ) -> Centering | None:
     """Return the centring of effects that scales or a matrix multiply, None without such.
 
     :param rows_gradient: at the center, of the rows' part of the potential.
     :param prior_precisions: of each effect, shape ``(k, G)``.
+    :param exponents: those of :func:`find_exponents`.
+    :param is_uncertain: kinds of effects that are fully centred if a scale multiplies them, shape
+        ``(k, groupings)``.
     :param with_matrix: whether a matrix may multiply the effects.
     """
     layout = rows_hessian.layout
-    exponents, kinds = _find_exponents(rows_gradient, rows_hessian, center)
     precisions = np.einsum("aag->ag", rows_hessian.blocks)
     fractions = precisions / np.maximum(precisions + prior_precisions, np.finfo(float).tiny)
     fractions = np.clip(fractions, 0.0, 1.0)
     generators = _find_generators(rows_gradient, rows_hessian, center) * with_matrix
-    if generators.any((1, 2)).sum() > exponents.any(1).sum():
+    if generators.any((1, 2)).sum() > exponents.any((1, 2)).sum():
         if fractions.mean() <= _MIN_CENTERED_FRACTION:
             return None
         no_coefficients = np.zeros((0, *generators.shape[1:]))
         return MatrixCentering(generators, layout.split(center)[0], layout, no_coefficients)
-    is_determined = (kinds * fractions).sum((1, 2)) > _MIN_CENTERED_FRACTION * kinds.sum((1, 2))
-    exponents = np.where(is_determined, exponents, 0.0)
+    means = [fractions[:, columns].mean(1) for columns, _ in layout.groupings]
+    is_determined = np.stack(means, -1) > _MIN_CENTERED_FRACTION
+    exponents = np.where(is_determined | is_uncertain, exponents, 0.0)
     if not exponents.any():
         return None
-    strips = SharedStrips.from_dense(-np.tensordot(exponents, kinds, 1) * fractions)
+    fractions = np.where(spread_over_groups(layout, is_uncertain), 1.0, fractions)
+    strips = SharedStrips.from_dense(-spread_over_groups(layout, exponents) * fractions)
     return PartialCentering(strips, layout.split(center)[0], layout)
+
+
+def spread_over_groups(layout: BlockArrowLayout, values: np.ndarray) -> np.ndarray:
+    """Return values of the groupings, shape ``(..., groupings)``, for their groups."""
+    return np.repeat(values, [columns.stop - columns.start for columns, _ in layout.groupings], -1)
 
 
 def _add_polynomial(
@@ -265,18 +276,24 @@ def _list_powers(num: int) -> list[tuple[int, ...]]:
     ]
 
 
-def _find_exponents(
+def find_exponents(
     rows_gradient: np.ndarray, rows_hessian: BlockArrowMatrix, position: np.ndarray
-) -> tuple[np.ndarray, np.ndarray]:
-    """Return exponents of effects by shared parameters, zero where there is none, ``(s, n)``, and
-    one for each effect of the groups of a grouping, else zero, ``(n, k, G)``.
+) -> np.ndarray:
+    """Return the exponents of the scales that multiply each kind of effects, zero where there is
+    none, shape ``(s, k, groupings)``.
     """
     layout = rows_hessian.layout
     effects, _ = layout.split(position)
     of_effects, _ = layout.split(rows_gradient)
     kinds = _list_kinds(layout)
-    exponents = _explain_shared(rows_hessian, kinds * effects, kinds * of_effects)
-    return np.where(np.abs(exponents) > _MIN_EXPONENT, exponents, 0.0), kinds
+    found = _explain_shared(rows_hessian, kinds * effects, kinds * of_effects)
+    found = np.where(np.abs(found) > _MIN_EXPONENT, found, 0.0)
+    exponents = np.zeros((layout.num_shared, layout.effects_per_group, len(layout.groupings)))
+    start = 0
+    for grouping, (_, size) in enumerate(layout.groupings):
+        exponents[:, :size, grouping] = found[:, start : start + size]
+        start += size
+    return exponents
 
 
 def _find_generators(
@@ -338,7 +355,9 @@ def _explain_shared(
 
 
 def _list_kinds(layout: BlockArrowLayout) -> np.ndarray:
-    """Return the second result of :func:`_find_exponents`."""
+    """Return one for each kind of effects, zero for all others, of each grouping in turn, shape
+    ``(n, k, G)``.
+    """
     kinds = []
     for columns, num_effects in layout.groupings:
         for j in range(num_effects):

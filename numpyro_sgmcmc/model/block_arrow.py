@@ -558,6 +558,7 @@ class BlockArrowMatrix:
         "correlation",
         "nesting",
         "sd_trend",
+        "prior_scaling",
         "centering",
     ],
 )
@@ -571,8 +572,9 @@ class BlockArrowFactor:
     The SDs of effects of groups with few rows change with the shared parameters, such as their
     scale. With a trend A of their logarithms the effects have coordinates
     :math:`e^{-A \delta_\psi}` times linear ones, so that they are partially non-centred, each group
-    by as much as its rows require. :meth:`to_linear` is this map. Effects that the model multiplies
-    by their scale are partially centred after L, by :mod:`.partial_centering`.
+    by as much as its rows require. :meth:`to_linear` is this map. Where the scale is so uncertain
+    that a trend does not do, SDs and means are those of :mod:`.prior_scaling`. Effects that the
+    model multiplies by their scale are partially centred after L, by :mod:`.partial_centering`.
     """
 
     effect_factors: Any  # F with F F^T the covariances given the shared, shape `(k, k, G)`
@@ -583,58 +585,109 @@ class BlockArrowFactor:
     correlation: LowRankFactor | None = None  # of the effects, in units of F
     nesting: GroupNesting | None = None  # where F is that of groups given the group they belong to
     sd_trend: Any = None  # A, `SharedStrips` of derivatives of log SDs by the shared parameters
+    prior_scaling: Any = None  # a `PriorScaling`, or None
     has_strips: bool = False  # whether `coupling` has the Hessian's strips B, with W = F F^T B
     centering: Any = None  # a `Centering` of the displacements, or None
 
     @property
     def is_linear(self) -> bool:
         """True if the coordinates are linear functions of positions."""
-        return self.sd_trend is None and self.centering is None
+        return not self._has_scales and self.centering is None
 
-    def to_linear(self, q: Any, sign: float = 1.0) -> Any:
-        """Return coordinates that L maps to displacements; with a sign of -1 the inverse."""
-        if self.sd_trend is None:
+    @property
+    def _has_scales(self) -> bool:
+        return self.sd_trend is not None or self.prior_scaling is not None
+
+    def to_displacement(self, q: Any) -> Any:
+        """Return displacements, before any centring."""
+        return self._shift_effects(self.apply(self.to_linear(q)))
+
+    def from_displacement(self, displacement: Any) -> Any:
+        """Return the coordinates of a displacement."""
+        q = self.solve(self._shift_effects(displacement, -1.0))
+        if not self._has_scales:
             return q
         effects, shared = self.layout.split(q)
-        return self.layout.merge(effects * self._scale_effects(sign * shared), shared)
+        return self.layout.merge(effects / self._scale_effects(shared), shared)
+
+    def to_linear(self, q: Any) -> Any:
+        """Return coordinates that L maps to displacements without the means' shifts."""
+        if not self._has_scales:
+            return q
+        effects, shared = self.layout.split(q)
+        return self.layout.merge(effects * self._scale_effects(shared), shared)
 
     def pull_back(self, q: Any, gradient: Any) -> Any:
-        """Return the gradient of the potential of ``q`` from one in linear coordinates.
+        """Return the gradient of the potential of ``q`` from one by displacements.
 
         It includes the log Jacobian determinant.
         """
-        if self.sd_trend is None:
+        if self.prior_scaling is not None:
+            gradient = gradient + self._differentiate_shifts(q, gradient)
+        gradient = self.apply_transpose(gradient)
+        if not self._has_scales:
             return gradient
         effects, shared = self.layout.split(q)
         of_effects, of_shared = self.layout.split(gradient)
         of_effects = of_effects * self._scale_effects(shared)
-        return self.layout.merge(of_effects, of_shared + self._compute_work(of_effects * effects))
+        work = self._compute_work(shared, of_effects * effects)
+        return self.layout.merge(of_effects, of_shared + work)
 
     def push_forward(self, q: Any, gradient: Any) -> Any:
-        """Return the gradient in linear coordinates: the inverse of :meth:`pull_back`."""
-        if self.sd_trend is None:
+        """Return the gradient by displacements times L^T: the inverse of :meth:`pull_back`."""
+        if not self._has_scales:
             return gradient
         effects, shared = self.layout.split(q)
         of_effects, of_shared = self.layout.split(gradient)
-        work = self._compute_work(of_effects * effects)
-        return self.layout.merge(of_effects * self._scale_effects(-shared), of_shared - work)
+        work = self._compute_work(shared, of_effects * effects)
+        of_effects = of_effects / self._scale_effects(shared)
+        gradient = self.layout.merge(of_effects, of_shared - work)
+        if self.prior_scaling is None:
+            return gradient
+        by_displacements = self.solve_transpose(gradient)
+        shifts = self._differentiate_shifts(q, by_displacements)
+        return self.apply_transpose(by_displacements - shifts)
 
     def _scale_effects(self, shared: Any) -> Any:
-        xp = jnp if isinstance(shared, jax.Array) else np
-        return xp.exp(self.sd_trend.multiply(shared @ self.shared_factor.T))
+        """Return the effects' SDs at shared coordinates, relative to those at the center."""
+        xp, shared = jnp if isinstance(shared, jax.Array) else np, shared @ self.shared_factor.T
+        scales = 1.0 if self.sd_trend is None else xp.exp(self.sd_trend.multiply(shared))
+        if self.prior_scaling is None:
+            return scales
+        return scales * self.prior_scaling.scale_effects(shared)
 
-    def _compute_work(self, products: Any) -> Any:
+    def _compute_work(self, shared: Any, products: Any) -> Any:
         """Return the derivative by the shared coordinates of the effects' scales.
 
         :param products: of coordinates and gradient, whose mean is one, shape ``(..., k, G)``.
         """
-        return self.sd_trend.sum_over_groups(products - 1.0) @ self.shared_factor
+        work, products = 0.0, products - 1.0
+        if self.sd_trend is not None:
+            work = self.sd_trend.sum_over_groups(products)
+        if self.prior_scaling is not None:
+            shared = shared @ self.shared_factor.T
+            work = work + self.prior_scaling.differentiate_scales(shared, products)
+        return work @ self.shared_factor
+
+    def _shift_effects(self, displacement: Any, sign: float = 1.0) -> Any:
+        if self.prior_scaling is None:
+            return displacement
+        effects, shared = self.layout.split(displacement)
+        shifts = self.prior_scaling.compute_shifts(shared)
+        return self.layout.merge(effects + sign * shifts, shared)
+
+    def _differentiate_shifts(self, q: Any, gradient: Any) -> Any:
+        """Return what the means' shifts add to a gradient by displacements."""
+        of_effects, _ = self.layout.split(gradient)
+        shared = self.layout.take_shared(q) @ self.shared_factor.T
+        work = self.prior_scaling.differentiate_shifts(shared, of_effects)
+        return self.layout.merge(0.0 * of_effects, work)
 
     def refit_shared(self, mean: np.ndarray, factor: np.ndarray) -> BlockArrowFactor:
         """Return the factor in whose coordinates the shared ones are ``mean + factor q``."""
         factors, inverse_factors = self.effect_factors, self.inverse_effect_factors
         nesting = self.nesting
-        if self.sd_trend is not None:
+        if self._has_scales:
             scales = self._scale_effects(mean)
             factors, inverse_factors = factors * scales, inverse_factors / scales[:, None]
         if self.centering is not None:
@@ -650,6 +703,7 @@ class BlockArrowFactor:
             effect_factors=factors,
             inverse_effect_factors=inverse_factors,
             nesting=nesting,
+            prior_scaling=None,  # which is that of another center
         )
 
     def apply(self, q: Any) -> Any:
@@ -668,7 +722,7 @@ class BlockArrowFactor:
     def solve(self, v: Any) -> Any:
         """Return ``L^-1 v``."""
         effects, shared = self.layout.split(v)
-        effects = effects + self._shift_means(shared)
+        effects = effects + self.shift_means(shared)
         inv = jnp.linalg.inv if isinstance(shared, jax.Array) else np.linalg.inv
         if self.nesting is not None:
             effects = self.nesting.solve(effects)
@@ -709,7 +763,7 @@ class BlockArrowFactor:
 
     def square_shifts(self) -> Any:
         """Return squares of the derivatives of effects by shared coordinates, ``(s, k, G)``."""
-        return self._shift_means(self.shared_factor.T) ** 2
+        return self.shift_means(self.shared_factor.T) ** 2
 
     def apply_squared(self, variances: Any, squared_shifts: Any = None) -> Any:
         """Return the variances of ``L q`` from those of uncorrelated ``q``.
@@ -733,8 +787,10 @@ class BlockArrowFactor:
         log_dets = np.linalg.slogdet(factors)[1].sum() + np.linalg.slogdet(self.shared_factor)[1]
         return float(log_dets + np.log(scales).sum())
 
-    def _shift_means(self, shared: Any) -> Any:
-        """Return W times displacements of the shared parameters, shape ``(..., k, G)``."""
+    def shift_means(self, shared: Any) -> Any:
+        """Return W times displacements of the shared parameters, shape ``(..., k, G)``: minus the
+        linear change of the effects' means.
+        """
         shift = self.coupling.multiply(shared)
         if not self.has_strips:
             return shift
