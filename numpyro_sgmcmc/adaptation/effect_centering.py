@@ -67,7 +67,8 @@ class ScaledEffects:
 
         :param rows_gradient: at the position, of the rows' part of the potential.
         """
-        exponents, layout = find_exponents(rows_gradient, rows_hessian, position), rows_hessian.layout
+        layout = rows_hessian.layout
+        exponents = find_exponents(rows_gradient, rows_hessian, position)
         if not exponents.any():
             return None
         return cls(SharedStrips.from_dense(spread_over_groups(layout, exponents)), layout)

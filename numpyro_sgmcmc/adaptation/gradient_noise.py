@@ -15,7 +15,6 @@ which the first few are used:
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
@@ -332,8 +331,9 @@ def _evaluate_estimates(
         for i, j, gradient in zip(point, minibatch, gradients, strict=True):
             for estimate, weight in uses[i]:
                 estimate[j] += weight * gradient
-    for estimate in itertools.chain(*estimates.values()):  # one at a time: a bound on memory
-        estimate[:] = preconditioner.apply_transpose(estimate)
+    for of_estimator in estimates.values():  # one position at a time: a bound on memory
+        for q, by_minibatch in zip(bulk.q, of_estimator, strict=True):
+            by_minibatch[:] = preconditioner.pull_back_expansion(q, by_minibatch)
     return estimates
 
 

@@ -14,6 +14,7 @@ import numpy as np
 from numpyro_sgmcmc.adaptation.effect_centering import spread_over_groups
 from numpyro_sgmcmc.model.block_arrow import (
     BlockArrowFactor,
+    BlockArrowLayout,
     BlockArrowMatrix,
     SharedStrips,
 )
@@ -29,9 +30,7 @@ _MAX_GROUPS = 2_000  # of which the prior is read
 _MIN_SQUARED_ERROR = 0.1
 
 
-def find_prior_exponents(
-    prior_gradient: np.ndarray, prior_hessian: BlockArrowMatrix
-) -> np.ndarray:
+def find_prior_exponents(prior_gradient: np.ndarray, prior_hessian: BlockArrowMatrix) -> np.ndarray:
     """Return exponents of the SDs of each kind of effects, shape ``(s, k, groupings)``.
 
     They are zero where no shared parameter is the logarithm of a scale of a normal prior.
@@ -44,7 +43,7 @@ def find_prior_exponents(
         groups = _sample_groups(columns)
         precisions = np.moveaxis(prior_hessian.blocks[:size, :size, groups], 2, 0)
         gradients = of_effects[:size, groups].T
-        if not (np.isfinite(precisions).all() and np.linalg.eigvalsh(precisions).min() > 0.0):
+        if not _are_positive(precisions):
             continue
         deviations = np.linalg.solve(precisions, gradients[..., None])[..., 0]
         terms = precisions * deviations[:, None]
@@ -78,14 +77,14 @@ def find_uncertain_kinds(
     is_uncertain = np.zeros(variances.shape, bool)
     for grouping, (columns, size) in enumerate(layout.groupings):
         groups = _sample_groups(columns)
-        factors = factor.effect_factors[:size, :, groups]
-        precisions = np.einsum("aag->ag", prior_hessian.blocks[:size, :size, groups])
-        if precisions.min() <= 0.0:
+        precisions = np.moveaxis(prior_hessian.blocks[:size, :size, groups], 2, 0)
+        if not _are_positive(precisions):
             continue
+        deviations = np.linalg.solve(precisions, of_effects[:size, groups].T[..., None])[..., 0].T
         shares = compute_prior_shares(factor.effect_factors, prior_hessian.blocks, groups)[:size]
-        deviations = of_effects[:size, groups] / precisions
         errors = 2.0 * shares * (2.0 * shares - 1.0) * variances[:size, grouping, None]
-        squares = (errors * deviations) ** 2 / np.square(factors).sum(1)
+        sds = np.sqrt(np.square(factor.effect_factors[:size, :, groups]).sum(1))
+        squares = np.square(errors * deviations / sds)
         num_groups = columns.stop - columns.start
         is_uncertain[:size, grouping] = squares.mean(1) * num_groups > _MIN_SQUARED_ERROR
     return is_uncertain
@@ -113,33 +112,56 @@ def build_prior_scaling(
     :param is_uncertain: kinds of effects, shape ``(k, groupings)``; where the model multiplies them
         by their scale, they are fully centred.
     """
-    layout = prior_hessian.layout
+    layout, precisions = prior_hessian.layout, np.moveaxis(prior_hessian.blocks, 2, 0)
     units, of_effects = np.eye(layout.num_shared), layout.split(prior_gradient)[0]
     by_prior, by_rows = spread_over_groups(layout, exponents), np.zeros_like(of_effects)
     if isinstance(factor.centering, PartialCentering):
         by_rows = -factor.centering.exponents.multiply(units)
-    is_scaled = spread_over_groups(layout, is_uncertain)
-    by_prior, by_rows = np.where(is_scaled, by_prior, 0.0), np.where(is_scaled, by_rows, 0.0)
+    is_kept = spread_over_groups(layout, is_uncertain)
+    by_prior, by_rows = np.where(is_kept, by_prior, 0.0), np.where(is_kept, by_rows, 0.0)
     total = by_prior + by_rows
-    is_scaled = total.any(0)
-    if not is_scaled.any():
+    if not (total.any() and _are_positive(precisions)):
         return None
     columns = np.concatenate([of_effects[None], prior_hessian.strips.multiply(units)])
     columns = np.moveaxis(columns, (0, 2), (2, 0))
-    solved = np.linalg.solve(np.moveaxis(prior_hessian.blocks, 2, 0), columns)
-    solved = np.moveaxis(solved, (0, 2), (2, 0))
-    deviations, of_location = np.where(is_scaled, solved[0], 0.0), -solved[1:]
+    solved = np.moveaxis(np.linalg.solve(precisions, columns), (0, 2), (2, 0))
+    is_scaled = spread_over_groups(layout, is_uncertain) & (total != 0.0).any(0)
+    deviations = np.where(is_scaled, solved[0], 0.0)
     shares = compute_prior_shares(factor.effect_factors, prior_hessian.blocks)
+    slopes = -factor.shift_means(units) - _compute_location_slopes(layout, solved[0], -solved[1:])
     # The products of effects with their scale have the location -c (1 + z), to first order.
-    of_scales = -factor.shift_means(units) + by_rows * deviations
-    is_scale = total.any((1, 2))[:, None, None]
-    slopes = np.where(is_scale, of_scales, -(1.0 - shares) * of_location)
+    slopes = np.where(is_scaled, slopes + by_rows * deviations, 0.0)
     return PriorScaling(
         SharedStrips.from_dense(total),
         np.where(is_scaled, shares, 0.0),
         deviations,
-        SharedStrips.from_dense(np.where(is_scaled, slopes, 0.0)),
+        SharedStrips.from_dense(slopes),
     )
+
+
+def _compute_location_slopes(
+    layout: BlockArrowLayout, deviations: np.ndarray, slopes: np.ndarray
+) -> np.ndarray:
+    """Return derivatives of the location of the prior by the shared parameters.
+
+    :param slopes: those of effects along which the prior's gradient does not change. Scales and
+        correlations, which do not change the location, have linear functions of the deviations.
+    """
+    slopes = slopes.copy()
+    for columns, _ in layout.groupings:
+        targets = slopes[..., columns]
+        of_groups = targets.transpose(2, 0, 1)  # (G, s, k)
+        flat = of_groups.reshape(len(of_groups), -1)
+        fitted = deviations[:, columns].T @ np.linalg.lstsq(deviations[:, columns].T, flat)[0]
+        errors = np.linalg.norm((flat - fitted).reshape(of_groups.shape), axis=(0, 2))
+        is_linear = errors <= _MAX_REMAINDER * np.linalg.norm(of_groups, axis=(0, 2))
+        slopes[..., columns] = np.where(is_linear[:, None, None], 0.0, targets)
+    return slopes
+
+
+def _are_positive(matrices: np.ndarray) -> bool:
+    """Return whether matrices ``(n, k, k)`` are finite and positive definite."""
+    return bool(np.isfinite(matrices).all() and np.linalg.eigvalsh(matrices).min() > 0.0)
 
 
 def _sample_groups(columns: slice) -> np.ndarray:
