@@ -13,7 +13,11 @@ from scipy.optimize import minimize
 
 from numpyro_sgmcmc.adaptation.block_arrow_coordinates import recenter_block_arrow
 from numpyro_sgmcmc.adaptation.conditional_effects import evaluate_block_arrow, remove_prior
-from numpyro_sgmcmc.adaptation.effect_centering import ScaledEffects, find_partial_centering
+from numpyro_sgmcmc.adaptation.effect_centering import (
+    ScaledEffects,
+    find_exponents,
+    find_partial_centering,
+)
 from numpyro_sgmcmc.adaptation.hierarchical_fit import fit_hierarchy, fit_hierarchy_from_each
 from numpyro_sgmcmc.model.block_arrow import (
     BlockArrowLayout,
@@ -73,8 +77,11 @@ def fit_near_data(kind):
     return inputs, layout, recenter_block_arrow(inputs, fit, shift, np.eye(3))
 
 
-def find_at(kind, num_rows=ROWS):
-    """Return the layout, a center with scales of 0.5 and 0.6, and its centring."""
+def find_at(kind, num_rows=ROWS, is_uncertain=((False, False),)):
+    """Return the layout, a center with scales of 0.5 and 0.6, and its centring.
+
+    :param is_uncertain: whether the scales of the effects are, for each kind and grouping.
+    """
     inputs, layout = prepare(kind, num_rows)
     log_scales = np.log([0.5, 0.6]) * (2.0 if kind == "variances" else 1.0)
     effects = np.random.default_rng(1).standard_normal((1, layout.num_groups))
@@ -82,8 +89,10 @@ def find_at(kind, num_rows=ROWS):
     gradient, hessian = evaluate_block_arrow(inputs, layout, center)
     rows_gradient, of_rows = remove_prior(inputs, center, gradient, hessian)
     prior_precisions = np.diagonal(hessian.blocks - of_rows.blocks).T
-    centering = find_partial_centering(rows_gradient, of_rows, center, prior_precisions)
-    return layout, centering
+    exponents = find_exponents(rows_gradient, of_rows, center)
+    return layout, find_partial_centering(
+        rows_gradient, of_rows, center, prior_precisions, exponents, np.array(is_uncertain)
+    )
 
 
 @pytest.mark.parametrize(("kind", "exponent"), [("non-centred", 1.0), ("variances", 0.5)])
@@ -103,6 +112,16 @@ def test_effects_that_a_scale_multiplies_are_centred_as_far_as_rows_determine_th
 def test_effects_of_a_centred_model_or_of_few_rows_are_not_centred(kind, num_rows):
     _, centering = find_at(kind, num_rows)
     assert centering is None
+
+
+def test_effects_of_few_rows_with_an_uncertain_scale_are_fully_centred():
+    layout, centering = find_at("non-centred", 100, is_uncertain=[[False, True]])
+    found = -centering.exponents.multiply(np.eye(3))[:, 0]
+    # Shared parameters in the order of their names: district, mean, school.
+    _, (schools, _) = layout.groupings
+    np.testing.assert_allclose(found[2, schools], 1.0, rtol=1e-3)
+    found[2, schools] = 0.0
+    assert not found.any()
 
 
 def prepare_correlated():

@@ -31,6 +31,7 @@ from numpyro_sgmcmc.model.block_arrow import (
 from numpyro_sgmcmc.model.gradient_estimators import SecondOrderControlVariate, make_gradient_fn
 from numpyro_sgmcmc.model.low_rank import LowRankFactor
 from numpyro_sgmcmc.model.preconditioner import Preconditioner
+from numpyro_sgmcmc.model.prior_scaling import PriorScaling
 from numpyro_sgmcmc.model.subsampled import get_model_potential
 
 GROUPS, ROWS = 40, 400
@@ -138,40 +139,64 @@ def test_correlated_factor_has_its_inverse_and_variances():
     assert factor.log_det == pytest.approx(np.linalg.slogdet(L)[1])
 
 
-def make_preconditioner_with_trend():
+def make_preconditioner(kind):
+    """Return coordinates whose effects' SDs change with the shared parameters, and a point.
+
+    :param kind: ``"trend"``, ``"scaling"``, in which their means do too, or ``"both"``.
+    """
     layout, rng = LAYOUTS["two sites"], np.random.default_rng(6)
     matrix = BlockArrowMatrix.from_products(layout, layout.make_probes() @ make_dense(layout))
     shape = layout.num_shared, layout.effects_per_group, layout.num_groups
     trend = SharedStrips.from_dense(0.3 * rng.standard_normal(shape))
-    factor = replace(make_factor(matrix), sd_trend=trend)
-    return Preconditioner(rng.standard_normal(layout.dim), factor), rng.standard_normal(layout.dim)
+    center, q = rng.standard_normal((2, layout.dim))
+    exponents, slopes = (
+        SharedStrips.from_dense(scale * rng.standard_normal(shape)) for scale in (0.5, 1.0)
+    )
+    shares, deviations = rng.uniform(0, 1, shape[1:]), rng.standard_normal(shape[1:])
+    factor = replace(
+        make_factor(matrix),
+        sd_trend=trend if kind != "scaling" else None,
+        prior_scaling=PriorScaling(exponents, shares, deviations, slopes)
+        if kind != "trend"
+        else None,
+    )
+    return Preconditioner(center, factor), q
 
 
-def test_trend_of_sds_gradient_is_that_of_the_transformed_density():
-    preconditioner, q = make_preconditioner_with_trend()
+@pytest.mark.parametrize("kind", ["trend", "scaling", "both"])
+def test_gradient_is_that_of_the_transformed_density(kind):
+    preconditioner, q = make_preconditioner(kind)
 
     def potential(position):
         return jnp.sum(jnp.cosh(position)) + jnp.sum(position[1:] * position[:-1]) ** 2
 
     def transformed(preconditioner, q):
-        shared = preconditioner.factor.layout.take_shared(q)
-        factor = preconditioner.factor
-        log_det = (factor.shared_factor @ shared) @ factor.sd_trend.values.sum((1, 2))
-        return potential(preconditioner.to_position(q)) - log_det
+        jacobian = jax.jacobian(preconditioner.to_position)(q)
+        return potential(preconditioner.to_position(q)) - jnp.linalg.slogdet(jacobian)[1]
 
-    expected = jax.grad(transformed, 1)(preconditioner.cast(jnp.float32), jnp.asarray(q))
-    gradient = np.asarray(jax.grad(potential)(jnp.asarray(preconditioner.to_position(q))))
+    with jax.enable_x64(True):
+        expected = jax.grad(transformed, 1)(preconditioner.cast(jnp.float64), jnp.asarray(q))
+        gradient = np.asarray(jax.grad(potential)(jnp.asarray(preconditioner.to_position(q))))
     pulled_back = preconditioner.pull_back(q, gradient)
-    np.testing.assert_allclose(pulled_back, expected, rtol=1e-4, atol=1e-4)
+    np.testing.assert_allclose(pulled_back, expected, rtol=1e-9, atol=1e-9)
     linear = preconditioner.gradient_to_site_scale(q, pulled_back)
     np.testing.assert_allclose(linear, preconditioner.apply_transpose(gradient), atol=1e-9)
+    site_scale = preconditioner.to_site_scale(q)
+    np.testing.assert_allclose(
+        preconditioner.apply(site_scale), preconditioner.to_displacement(q), atol=1e-9
+    )
 
 
-def test_trend_of_sds_maps_have_inverses():
-    preconditioner, q = make_preconditioner_with_trend()
+@pytest.mark.parametrize("kind", ["trend", "scaling", "both"])
+def test_maps_to_positions_have_inverses(kind):
+    preconditioner, q = make_preconditioner(kind)
     np.testing.assert_allclose(
         preconditioner.from_position(preconditioner.to_position(q)), q, atol=1e-12
     )
+
+
+def test_coordinates_about_another_center_have_the_same_trend():
+    preconditioner, q = make_preconditioner("trend")
     layout, rng = preconditioner.factor.layout, np.random.default_rng(7)
     effects, shared = layout.split(q)
     mean, scale = rng.standard_normal(shared.size), rng.standard_normal((shared.size,) * 2)

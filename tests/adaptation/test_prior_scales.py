@@ -1,0 +1,163 @@
+"""Scales of effects whose posterior is wide: their exponents, effects given them, and posteriors."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import numpyro
+import numpyro.distributions as dist
+import pytest
+from numpyro.diagnostics import effective_sample_size
+from numpyro.infer import MCMC
+
+from numpyro_sgmcmc import SGHMCSplit
+from numpyro_sgmcmc.adaptation.conditional_effects import evaluate_prior
+from numpyro_sgmcmc.adaptation.hierarchical_fit import fit_hierarchy_from_each
+from numpyro_sgmcmc.adaptation.prior_scales import find_prior_exponents
+from numpyro_sgmcmc.model.block_arrow import find_block_arrow_layout
+from tests.adaptation.inputs import make_inputs
+
+GROUPS, ROWS_PER_GROUP, BATCH_SIZE = 200, 10, 200
+
+
+def make_prior(kind, b, c, x):
+    """Return the prior of effects of groups with covariates x, and of shared parameters b and c."""
+    if kind == "SDs":
+        return dist.Normal(b, jnp.exp(c))
+    if kind == "variances":
+        return dist.Normal(b, jnp.exp(0.5 * c))
+    if kind == "precisions":
+        return dist.Normal(b, jnp.exp(-c))
+    if kind == "SDs of each group":
+        return dist.Normal(b * x, x * jnp.exp(c))
+    if kind == "heavy tails":
+        return dist.StudentT(4.0, b, jnp.exp(c))
+    assert kind == "correlated"
+    factor = jnp.exp(c) * jnp.array([[1.0, 0.0], [jnp.tanh(b), 1.0]])
+    return dist.MultivariateNormal(jnp.zeros(2), scale_tril=factor)
+
+
+@pytest.mark.parametrize(
+    ("kind", "exponent"),
+    [
+        ("SDs", 1.0),
+        ("variances", 0.5),
+        ("precisions", -1.0),
+        ("SDs of each group", 1.0),
+        ("heavy tails", None),
+        ("correlated", 1.0),
+    ],
+)
+def test_exponents_are_those_of_normal_priors(kind, exponent):
+    rng = np.random.default_rng(0)
+    x, group = rng.uniform(0.5, 2.0, GROUPS), np.arange(GROUPS * 2) % GROUPS
+
+    def model(y, batch_size=None):
+        b = numpyro.sample("b", dist.Normal(0, 1))
+        c = numpyro.sample("c", dist.Normal(-1, 1))
+        with numpyro.plate("groups", GROUPS):
+            effect = numpyro.sample("effect", make_prior(kind, b, c, x))
+        effect = effect if effect.ndim == 1 else effect.sum(-1)
+        with numpyro.plate("rows", len(y), subsample_size=batch_size) as i:
+            numpyro.sample("y", dist.Normal(effect[group[i]], 1), obs=y[i])
+
+    y = jnp.asarray(rng.standard_normal(group.size), "f")
+    inputs = make_inputs(model, (y,), 100)
+    layout = find_block_arrow_layout(inputs.potential, inputs.arguments)
+    position = 0.5 * rng.standard_normal(layout.dim)
+    found = find_prior_exponents(*evaluate_prior(inputs, layout, position))
+    expected = np.zeros_like(found)
+    if exponent is not None:
+        expected[1] = exponent
+    np.testing.assert_allclose(found, expected, atol=1e-3)
+
+
+def make_model(is_centred):
+    def model(group, y, batch_size=None):
+        mean = numpyro.sample("mean", dist.Normal(0, 1))
+        scale = numpyro.sample("scale", dist.HalfNormal(1))
+        with numpyro.plate("groups", GROUPS):
+            if is_centred:
+                effect = numpyro.sample("effect", dist.Normal(mean, scale))
+            else:
+                effect = mean + scale * numpyro.sample("raw", dist.Normal(0, 1))
+        with numpyro.plate("rows", len(y), subsample_size=batch_size) as i:
+            numpyro.sample("y", dist.Normal(effect[group[i]], 1), obs=y[i])
+
+    return model
+
+
+def make_data():
+    """Effects with a scale of a fifth of the standard error of a group's mean."""
+    rng = np.random.default_rng(5)
+    group = rng.permutation(np.arange(GROUPS * ROWS_PER_GROUP) % GROUPS)
+    effects = 0.5 + 0.06 * rng.standard_normal(GROUPS)
+    return group, effects[group] + rng.standard_normal(group.size)
+
+
+def compute_quantiles(group, y, probabilities):
+    """Return quantiles of the posterior of the scale, by integration over effects and mean."""
+    means = np.bincount(group, y, GROUPS) / ROWS_PER_GROUP
+    scales = np.linspace(0, 0.6, 6_001)[1:]
+    variances = scales**2 + 1.0 / ROWS_PER_GROUP
+    precision = GROUPS / variances + 1.0
+    log_density = -0.5 * (
+        GROUPS * np.log(variances)
+        + np.log(precision)
+        + np.square(means).sum() / variances
+        - (means.sum() / variances) ** 2 / precision
+        + scales**2
+    )
+    mass = np.exp(log_density - log_density.max()).cumsum()
+    return np.interp(probabilities, mass / mass[-1], scales)
+
+
+@pytest.mark.parametrize("is_centred", [True, False])
+def test_effects_given_an_uncertain_scale_have_their_exact_means_and_sds(is_centred):
+    group, y = make_data()
+    inputs = make_inputs(make_model(is_centred), (group, jnp.asarray(y, "f")), BATCH_SIZE)
+    layout = find_block_arrow_layout(inputs.potential, inputs.arguments)
+    start = [np.zeros(inputs.potential.dim)]
+    preconditioner = fit_hierarchy_from_each(inputs, layout, start).coordinates
+    assert preconditioner.factor.prior_scaling is not None
+    means = np.bincount(group, y, GROUPS) / ROWS_PER_GROUP
+    effects = np.zeros((1, GROUPS))
+    for mean, log_scale in [(0.5, -5.0), (0.45, -3.0), (0.55, -2.0), (0.5, -1.0)]:
+        displacement = np.array([mean, log_scale]) - layout.take_shared(preconditioner.center)
+        shared = np.linalg.solve(preconditioner.factor.shared_factor, displacement)
+        at_means, at_sds = (
+            layout.split(preconditioner.to_position(layout.merge(effects + x, shared)))
+            for x in (0.0, 1.0)
+        )
+        found, (found_mean, found_scale) = at_means
+        sds = np.abs(at_sds[0] - found)
+        np.testing.assert_allclose([found_mean, found_scale], [mean, log_scale])
+        if not is_centred:
+            found, sds = mean + np.exp(log_scale) * found, np.exp(log_scale) * sds
+        precision = ROWS_PER_GROUP + np.exp(-2.0 * log_scale)
+        expected = (ROWS_PER_GROUP * means + np.exp(-2.0 * log_scale) * mean) / precision
+        exact_sd = 1.0 / np.sqrt(precision)
+        np.testing.assert_allclose(sds[0], exact_sd, rtol=1e-3)
+        np.testing.assert_allclose(found[0], expected, atol=5e-3 * exact_sd)
+
+
+@pytest.mark.parametrize("is_centred", [True, False])
+def test_posterior_of_a_scale_that_reaches_zero(is_centred):
+    group, y = make_data()
+    probabilities = np.array([0.05, 0.2, 0.5, 0.8, 0.95])
+    quantiles = compute_quantiles(group, y, probabilities)
+    mcmc = MCMC(
+        SGHMCSplit(make_model(is_centred)),
+        num_warmup=100,
+        num_samples=500,
+        num_chains=4,
+        chain_method="vectorized",
+        progress_bar=False,
+    )
+    mcmc.run(jax.random.key(0), jnp.asarray(group), jnp.asarray(y, "f"), batch_size=BATCH_SIZE)
+    scale = np.asarray(mcmc.get_samples(group_by_chain=True)["scale"], float)
+    for quantile, probability in zip(quantiles, probabilities, strict=True):
+        is_below = (scale < quantile).astype(float)
+        ess = effective_sample_size(is_below)
+        assert ess > 100
+        error = is_below.mean() - probability
+        assert abs(error) < 4.0 * np.sqrt(probability * (1 - probability) / ess)
