@@ -10,10 +10,17 @@ from numpyro.diagnostics import effective_sample_size
 from numpyro.infer import MCMC
 
 from numpyro_sgmcmc import SGHMCSplit
+from numpyro_sgmcmc.adaptation import gradient_noise
+from numpyro_sgmcmc.adaptation.batched_gradients import BulkPositions
 from numpyro_sgmcmc.adaptation.conditional_effects import evaluate_prior
 from numpyro_sgmcmc.adaptation.hierarchical_fit import fit_hierarchy_from_each
 from numpyro_sgmcmc.adaptation.prior_scales import find_prior_exponents
 from numpyro_sgmcmc.model.block_arrow import find_block_arrow_layout
+from numpyro_sgmcmc.model.gradient_estimators import (
+    ControlVariate,
+    MinibatchGradient,
+    make_gradient_fn,
+)
 from tests.adaptation.inputs import make_inputs
 
 GROUPS, ROWS_PER_GROUP, BATCH_SIZE = 200, 10, 200
@@ -138,6 +145,37 @@ def test_effects_given_an_uncertain_scale_have_their_exact_means_and_sds(is_cent
         exact_sd = 1.0 / np.sqrt(precision)
         np.testing.assert_allclose(sds[0], exact_sd, rtol=1e-3)
         np.testing.assert_allclose(found[0], expected, atol=5e-3 * exact_sd)
+
+
+@pytest.mark.parametrize("estimator", [MinibatchGradient(), ControlVariate()])
+def test_measured_noise_is_that_of_the_steps(estimator):
+    """The shared parameters have noise of the effects' gradients, whose means and SDs change."""
+    group, y = make_data()
+    inputs = make_inputs(make_model(True), (group, jnp.asarray(y, "f")), BATCH_SIZE)
+    layout = find_block_arrow_layout(inputs.potential, inputs.arguments)
+    start = [np.zeros(inputs.potential.dim)]
+    preconditioner = fit_hierarchy_from_each(inputs, layout, start).coordinates
+    rng, shape = np.random.default_rng(1), (400, BATCH_SIZE)
+    q, rows = rng.standard_normal(layout.dim), rng.integers(0, len(y), shape, dtype=np.int32)
+    bulk = BulkPositions(inputs.batched_gradients, preconditioner, q[None])
+    estimates = gradient_noise._evaluate_estimates(bulk, (estimator,), {"rows": rows})
+    (measured,) = estimates[estimator]
+
+    @jax.jit
+    def estimate(batch):
+        return make_gradient_fn(
+            estimator,
+            inputs.potential,
+            inputs.arguments,
+            preconditioner.cast(jnp.float32),
+            {"rows": batch},
+        )(jnp.asarray(q, "f"))
+
+    of_steps = np.stack([estimate(batch) for batch in rows])
+    sds = of_steps.std(0)
+    errors = (measured - measured.mean(0)) - (of_steps - of_steps.mean(0))
+    assert np.abs(errors).max() < 0.02 * sds.max()
+    assert np.abs(layout.take_shared(errors / sds)).max() < 0.02
 
 
 @pytest.mark.parametrize("is_centred", [True, False])
