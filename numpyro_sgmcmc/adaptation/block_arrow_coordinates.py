@@ -30,9 +30,9 @@ from numpyro_sgmcmc.adaptation.effect_factors import (
 )
 from numpyro_sgmcmc.adaptation.marginal_mode import MarginalFit
 from numpyro_sgmcmc.adaptation.prior_scales import (
-    build_prior_scaling,
+    add_prior_scaling,
     find_prior_exponents,
-    find_uncertain_kinds,
+    find_uncertain_scales,
 )
 from numpyro_sgmcmc.adaptation.settings import WarmupInputs
 from numpyro_sgmcmc.model.block_arrow import (
@@ -41,7 +41,9 @@ from numpyro_sgmcmc.model.block_arrow import (
     BlockArrowMatrix,
     GroupPairs,
     SharedStrips,
+    invert_factors,
 )
+from numpyro_sgmcmc.model.partial_centering import MatrixCentering
 from numpyro_sgmcmc.model.preconditioner import Preconditioner
 
 _REFACTOR_DISTANCE_SD = 1.0  # of a new center, beyond which effects of several groupings get new F
@@ -82,7 +84,7 @@ def build_coordinates(
     if pairs is None:
         factors = make_symmetric_factors(factors, prior_precisions)
     factor = BlockArrowFactor(
-        factors, _invert_factors(factors), coupling, shared_factor, layout, has_strips=has_strips
+        factors, invert_factors(factors), coupling, shared_factor, layout, has_strips=has_strips
     )
     if pairs is not None:
         factor = _factorize_groupings(factor, hessian, pairs, factors)
@@ -124,12 +126,10 @@ def recenter_block_arrow(
     prior, rows = (of_prior, prior_hessian), (rows_gradient, of_rows)
     if factor.sd_trend is None and scaling is None:
         factor = _add_centering(inputs, factor, center, prior, rows)
-    else:  # which are those of the same fractions
+    else:  # the trend and the scales are those of effects with these fractions
         factor = replace(factor, centering=factor.centering and factor.centering.move(center))
         if scaling is not None:
-            exponents = find_prior_exponents(*prior)
-            scaling = build_prior_scaling(exponents, scaling.find_kinds(layout), *prior, factor)
-            factor = replace(factor, prior_scaling=scaling)
+            factor = add_prior_scaling(scaling.find_kinds(layout), *prior, factor)
     if factor.centering is not None:
         of_rows = factor.centering.transform_hessian(of_rows, rows_gradient)
     recentered = Preconditioner(center, factor, gradient, of_rows)
@@ -154,7 +154,8 @@ def _add_centering(
     :param rows: those of the rows' part.
     """
     by_prior, by_rows = find_prior_exponents(*prior), find_exponents(*rows, center)
-    is_uncertain = find_uncertain_kinds(by_prior + by_rows, *prior, factor)
+    exponents = by_prior + by_rows  # those of the product that has the prior's scale
+    is_uncertain = find_uncertain_scales(exponents, *prior, factor)
     centering = find_centering(
         inputs.batched_gradients,
         *rows,
@@ -164,9 +165,10 @@ def _add_centering(
         by_rows,
         is_uncertain,
     )
+    if isinstance(centering, MatrixCentering):  # of effects that are fully centred
+        exponents = by_prior
     factor = replace(factor, centering=centering)
-    scaling = build_prior_scaling(by_prior, is_uncertain, *prior, factor)
-    return replace(factor, prior_scaling=scaling)
+    return add_prior_scaling(np.where(is_uncertain, exponents, 0.0), *prior, factor)
 
 
 def _factorize_groupings(
@@ -179,16 +181,10 @@ def _factorize_groupings(
     nesting, factors, others = find_nesting(hessian.layout, pairs, factors, hessian.blocks)
     remaining = EffectCorrelation.create(others, factors)
     return replace(
-        factor,
-        effect_factors=factors,
-        inverse_effect_factors=_invert_factors(factors),
+        factor.replace_effect_factors(factors),
         correlation=None if remaining is None else remaining.fit_low_rank(),
         nesting=nesting if nesting.coupling.any() else None,
     )
-
-
-def _invert_factors(factors: np.ndarray) -> np.ndarray:
-    return np.moveaxis(np.linalg.inv(np.moveaxis(factors, 2, 0)), 0, 2)
 
 
 def _compute_coupling(

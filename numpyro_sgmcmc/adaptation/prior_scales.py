@@ -5,16 +5,20 @@ Let effects have a normal prior with precision P, whose SDs are proportional to
 with the deviations c from the location of the prior, and its Hessian has
 :math:`H_{ej} = -(a \circ g_e + P (a \circ c))`. This determines the exponents a. The derivative of
 the location by any other parameter is :math:`-P^{-1} H_{ej}`.
+
+The n-th effects of all groups of a grouping are one *kind* of effects. Arrays of kinds have the
+shape ``(k, groupings)``.
 """
 
 from __future__ import annotations
+
+from dataclasses import replace
 
 import numpy as np
 
 from numpyro_sgmcmc.adaptation.effect_centering import spread_over_groups
 from numpyro_sgmcmc.model.block_arrow import (
     BlockArrowFactor,
-    BlockArrowLayout,
     BlockArrowMatrix,
     SharedStrips,
 )
@@ -25,8 +29,8 @@ from numpyro_sgmcmc.model.prior_scaling import PriorScaling
 # and the exponents that count: 1 for the logarithm of an SD, 0.5 for that of a variance.
 _MAX_REMAINDER, _MIN_EXPONENT = 1e-2, 0.1
 _MAX_GROUPS = 2_000  # of which the prior is read
-# Squared error of the linear means of all effects of a kind, in their SDs, one posterior SD from
-# the center, from which on their scale is uncertain.
+# Squared error of the linear means of all effects of a kind, in their SDs, one posterior SD of the
+# log scale from the center, from which on the scale is uncertain.
 _MIN_SQUARED_ERROR = 0.1
 
 
@@ -37,30 +41,27 @@ def find_prior_exponents(prior_gradient: np.ndarray, prior_hessian: BlockArrowMa
     """
     layout = prior_hessian.layout
     of_effects, _ = layout.split(prior_gradient)
-    strips = prior_hessian.strips.multiply(np.eye(layout.num_shared))
     exponents = np.zeros((layout.num_shared, layout.effects_per_group, len(layout.groupings)))
     for grouping, (columns, size) in enumerate(layout.groupings):
         groups = _sample_groups(columns)
-        precisions = np.moveaxis(prior_hessian.blocks[:size, :size, groups], 2, 0)
-        gradients = of_effects[:size, groups].T
-        if not _are_positive(precisions):
+        gradients, precisions = of_effects[:size, groups].T, _take(prior_hessian, groups, size)
+        strips = prior_hessian.strips.take_groups(groups).multiply(np.eye(layout.num_shared))
+        if not (np.isfinite(strips).all() and _is_proper(precisions, gradients)):
             continue
-        deviations = np.linalg.solve(precisions, gradients[..., None])[..., 0]
-        terms = precisions * deviations[:, None]
+        terms = precisions * _solve(precisions, gradients)[:, None]
         terms[:, range(size), range(size)] += gradients
         units = 1.0 / np.sqrt(np.diagonal(precisions, axis1=1, axis2=2))
         terms = (units[..., None] * terms).reshape(-1, size)
-        targets = (-units * strips[:, :size, groups].swapaxes(1, 2)).reshape(len(strips), -1)
-        found = np.linalg.lstsq(terms, targets.T, rcond=None)[0]
-        errors = np.linalg.norm(targets.T - terms @ found, axis=0)
-        is_scale = errors < _MAX_REMAINDER * np.linalg.norm(targets, axis=1)
-        exponents[:, :size, grouping] = np.where(
-            is_scale & (np.abs(found) > _MIN_EXPONENT), found, 0.0
-        ).T
+        targets = (-units * strips[:, :size].swapaxes(1, 2)).reshape(len(strips), -1).T
+        found, *_ = np.linalg.lstsq(terms, targets, rcond=None)
+        errors = np.linalg.norm(targets - terms @ found, axis=0)
+        is_scale = errors < _MAX_REMAINDER * np.linalg.norm(targets, axis=0)
+        found = np.where(is_scale & (np.abs(found) > _MIN_EXPONENT), found, 0.0)
+        exponents[:, :size, grouping] = found.T
     return exponents
 
 
-def find_uncertain_kinds(
+def find_uncertain_scales(
     exponents: np.ndarray,
     prior_gradient: np.ndarray,
     prior_hessian: BlockArrowMatrix,
@@ -73,100 +74,134 @@ def find_uncertain_kinds(
     layout = prior_hessian.layout
     of_effects, _ = layout.split(prior_gradient)
     covariance = factor.shared_factor @ factor.shared_factor.T
-    variances = np.einsum("ikn,ij,jkn->kn", exponents, covariance, exponents)
-    is_uncertain = np.zeros(variances.shape, bool)
+    scale_sds = np.sqrt(np.einsum("ikn,ij,jkn->kn", exponents, covariance, exponents))
+    is_uncertain = np.zeros(scale_sds.shape, bool)
     for grouping, (columns, size) in enumerate(layout.groupings):
         groups = _sample_groups(columns)
-        precisions = np.moveaxis(prior_hessian.blocks[:size, :size, groups], 2, 0)
-        if not _are_positive(precisions):
+        gradients, precisions = of_effects[:size, groups].T, _take(prior_hessian, groups, size)
+        if not _is_proper(precisions, gradients):
             continue
-        deviations = np.linalg.solve(precisions, of_effects[:size, groups].T[..., None])[..., 0].T
-        shares = compute_prior_shares(factor.effect_factors, prior_hessian.blocks, groups)[:size]
-        errors = 2.0 * shares * (2.0 * shares - 1.0) * variances[:size, grouping, None]
-        sds = np.sqrt(np.square(factor.effect_factors[:size, :, groups]).sum(1))
-        squares = np.square(errors * deviations / sds)
+        shares, sds = _compute_shares(precisions, factor.effect_factors[:size, :, groups])
+        deviations, errors = _solve(precisions, gradients).T / sds, np.zeros(shares.shape)
+        for z in (scale_sds[:size, grouping, None], -scale_sds[:size, grouping, None]):
+            ratios = 1.0 / (1.0 - shares + shares * np.exp(-2.0 * z))
+            errors = np.maximum(errors, np.square((ratios - 1.0 - 2.0 * shares * z) * deviations))
         num_groups = columns.stop - columns.start
-        is_uncertain[:size, grouping] = squares.mean(1) * num_groups > _MIN_SQUARED_ERROR
+        found = errors.mean(1) * num_groups > _MIN_SQUARED_ERROR
+        if found.any():
+            all_groups = np.arange(columns.start, columns.stop)
+            all_precisions = _take(prior_hessian, all_groups, size)
+            found &= _is_proper(all_precisions, of_effects[:size, columns].T)
+        is_uncertain[:size, grouping] = found
     return is_uncertain
 
 
-def compute_prior_shares(
-    factors: np.ndarray, precisions: np.ndarray, groups: np.ndarray | slice = slice(None)
-) -> np.ndarray:
-    """Return the prior's shares of the precisions along the columns of F, shape ``(k, G)``."""
-    factors, precisions = factors[..., groups], precisions[..., groups]
-    products = np.einsum("acg,abg->cbg", factors, precisions)
-    return np.clip(np.einsum("cbg,bcg->cg", products, factors), 0.0, 1.0)
-
-
-def build_prior_scaling(
+def add_prior_scaling(
     exponents: np.ndarray,
-    is_uncertain: np.ndarray,
     prior_gradient: np.ndarray,
     prior_hessian: BlockArrowMatrix,
     factor: BlockArrowFactor,
-) -> PriorScaling | None:
-    """Return the SDs and means of effects whose scale is uncertain, None without any.
+) -> BlockArrowFactor:
+    """Return a factor with the SDs and means of effects whose scale is uncertain.
 
-    :param exponents: those of :func:`find_prior_exponents`.
-    :param is_uncertain: kinds of effects, shape ``(k, groupings)``; where the model multiplies them
-        by their scale, they are fully centred.
+    :param exponents: those of the scales of these effects, shape ``(s, k, groupings)``. Where the
+        model multiplies effects by their scale, these are of the product.
+    :param factor: with the centring of effects that the model multiplies by their scale.
     """
-    layout, precisions = prior_hessian.layout, np.moveaxis(prior_hessian.blocks, 2, 0)
-    units, of_effects = np.eye(layout.num_shared), layout.split(prior_gradient)[0]
-    by_prior, by_rows = spread_over_groups(layout, exponents), np.zeros_like(of_effects)
+    if not exponents.any():
+        return replace(factor, prior_scaling=None)
+    layout, units = prior_hessian.layout, np.eye(prior_hessian.layout.num_shared)
+    of_effects, _ = layout.split(prior_gradient)
+    has_groupings = factor.correlation is not None or factor.nesting is not None
+    if not has_groupings:
+        factors = _make_triangular(factor.effect_factors, exponents[..., 0] != 0.0)
+        factor = factor.replace_effect_factors(factors)
+    all_exponents = spread_over_groups(layout, exponents)
+    strips = prior_hessian.strips.multiply(units)
+    by_rows = np.zeros(strips.shape)
     if isinstance(factor.centering, PartialCentering):
         by_rows = -factor.centering.exponents.multiply(units)
-    is_kept = spread_over_groups(layout, is_uncertain)
-    by_prior, by_rows = np.where(is_kept, by_prior, 0.0), np.where(is_kept, by_rows, 0.0)
-    total = by_prior + by_rows
-    if not (total.any() and _are_positive(precisions)):
-        return None
-    columns = np.concatenate([of_effects[None], prior_hessian.strips.multiply(units)])
-    columns = np.moveaxis(columns, (0, 2), (2, 0))
-    solved = np.moveaxis(np.linalg.solve(precisions, columns), (0, 2), (2, 0))
-    is_scaled = spread_over_groups(layout, is_uncertain) & (total != 0.0).any(0)
-    deviations = np.where(is_scaled, solved[0], 0.0)
-    shares = compute_prior_shares(factor.effect_factors, prior_hessian.blocks)
-    slopes = -factor.shift_means(units) - _compute_location_slopes(layout, solved[0], -solved[1:])
-    # The products of effects with their scale have the location -c (1 + z), to first order.
-    slopes = np.where(is_scaled, slopes + by_rows * deviations, 0.0)
-    return PriorScaling(
-        SharedStrips.from_dense(total),
-        np.where(is_scaled, shares, 0.0),
-        deviations,
-        SharedStrips.from_dense(slopes),
+    shares, deviations = np.zeros(of_effects.shape), np.zeros(of_effects.shape)
+    slopes = -factor.shift_means(units)
+    for grouping, (columns, size) in enumerate(layout.groupings):
+        is_scaled = (exponents[:, :size, grouping] != 0.0).any(0)[:, None]
+        part = slice(size), columns
+        if not is_scaled.any():
+            slopes[:, *part] = 0.0
+            continue
+        precisions = _take(prior_hessian, np.arange(columns.start, columns.stop), size)
+        from_location = _solve(precisions, of_effects[part].T).T
+        of_location = -np.stack([_solve(precisions, x[part].T).T for x in strips])
+        prior_sds = 1.0 / np.sqrt(np.diagonal(precisions, axis1=1, axis2=2).T)
+        is_location = ~_are_linear(of_location / prior_sds, from_location / prior_sds)
+        of_location *= is_location[:, None, None]
+        # The products of effects with their scale have the location -c (1 + z), to first order.
+        of_mean = slopes[:, *part] - of_location + by_rows[:, *part] * from_location
+        of_prior, sds = _compute_shares(precisions, factor.effect_factors[:size, :, columns])
+        shares[part] = np.where(is_scaled, of_prior, 0.0)
+        deviations[part] = np.where(is_scaled, from_location / sds, 0.0)
+        slopes[:, *part] = np.where(is_scaled, of_mean / sds, 0.0)
+    scaling = PriorScaling(
+        SharedStrips.from_dense(all_exponents), shares, deviations, SharedStrips.from_dense(slopes)
     )
+    return replace(factor, prior_scaling=scaling)
 
 
-def _compute_location_slopes(
-    layout: BlockArrowLayout, deviations: np.ndarray, slopes: np.ndarray
-) -> np.ndarray:
-    """Return derivatives of the location of the prior by the shared parameters.
+def _make_triangular(factors: np.ndarray, is_scale: np.ndarray) -> np.ndarray:
+    """Return triangular factors of the same covariances, with effects that have scales first.
 
-    :param slopes: those of effects along which the prior's gradient does not change. Scales and
-        correlations, which do not change the location, have linear functions of the deviations.
+    :param is_scale: whether each shared parameter is a scale of each effect, shape ``(s, k)``.
     """
-    slopes = slopes.copy()
-    for columns, _ in layout.groupings:
-        targets = slopes[..., columns]
-        of_groups = targets.transpose(2, 0, 1)  # (G, s, k)
-        flat = of_groups.reshape(len(of_groups), -1)
-        fitted = deviations[:, columns].T @ np.linalg.lstsq(deviations[:, columns].T, flat)[0]
-        errors = np.linalg.norm((flat - fitted).reshape(of_groups.shape), axis=(0, 2))
-        is_linear = errors <= _MAX_REMAINDER * np.linalg.norm(of_groups, axis=(0, 2))
-        slopes[..., columns] = np.where(is_linear[:, None, None], 0.0, targets)
-    return slopes
+    order = np.argsort(~is_scale.any(0), kind="stable")
+    covariances = np.einsum("acg,bcg->gab", factors, factors)
+    ordered = np.linalg.cholesky(covariances[:, order[:, None], order])
+    triangular = np.empty_like(factors)
+    triangular[order[:, None], order] = np.moveaxis(ordered, 0, 2)
+    return triangular
 
 
-def _are_positive(matrices: np.ndarray) -> bool:
-    """Return whether matrices ``(n, k, k)`` are finite and positive definite."""
-    return bool(np.isfinite(matrices).all() and np.linalg.eigvalsh(matrices).min() > 0.0)
+def _compute_shares(precisions: np.ndarray, factors: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Return the prior's shares of the precisions of effects, and their SDs, each ``(k, n)``.
+
+    :param precisions: of the prior, shape ``(n, k, k)``.
+    :param factors: of the effects' covariances, shape ``(k, k, n)``.
+    """
+    covariances = np.einsum("acg,bcg->gab", factors, factors)
+    shares = np.einsum("gab,gba->ag", precisions, covariances)
+    return np.clip(shares, 0.0, 1.0), np.sqrt(np.einsum("gaa->ag", covariances))
+
+
+def _are_linear(functions: np.ndarray, deviations: np.ndarray) -> np.ndarray:
+    """Return which functions ``(s, k, n)`` are the same linear function of each group's deviations.
+
+    The derivative of the location is not. What scales and correlations have in its place is.
+    """
+    targets = functions.transpose(2, 0, 1)
+    flat = targets.reshape(len(targets), -1)
+    coefficients, *_ = np.linalg.lstsq(deviations.T, flat, rcond=None)
+    errors = (flat - deviations.T @ coefficients).reshape(targets.shape)
+    sizes = np.linalg.norm(targets, axis=(0, 2))
+    return np.asarray(np.linalg.norm(errors, axis=(0, 2)) <= _MAX_REMAINDER * sizes)
+
+
+def _take(hessian: BlockArrowMatrix, groups: np.ndarray, size: int) -> np.ndarray:
+    """Return the blocks of the first effects of some groups, shape ``(n, size, size)``."""
+    return np.moveaxis(hessian.blocks[:size, :size, groups], 2, 0)
+
+
+def _solve(matrices: np.ndarray, vectors: np.ndarray) -> np.ndarray:
+    """Return the products of inverses ``(n, k, k)`` with vectors ``(n, k)``."""
+    return np.linalg.solve(matrices, vectors[..., None])[..., 0]
+
+
+def _is_proper(precisions: np.ndarray, gradients: np.ndarray) -> bool:
+    """Return whether all is finite, else LAPACK would raise, and precisions positive definite."""
+    is_finite = np.isfinite(precisions).all() and np.isfinite(gradients).all()
+    return bool(is_finite and np.linalg.eigvalsh(precisions).min() > 0.0)
 
 
 def _sample_groups(columns: slice) -> np.ndarray:
     num_groups = columns.stop - columns.start
     rng = np.random.default_rng(0)
-    return columns.start + np.sort(
-        rng.choice(num_groups, min(num_groups, _MAX_GROUPS), replace=False)
-    )
+    sample = rng.choice(num_groups, min(num_groups, _MAX_GROUPS), replace=False)
+    return columns.start + np.sort(sample)

@@ -367,6 +367,10 @@ class SharedStrips:
         columns = np.argsort(is_zero, axis=0, kind="stable")[:num]
         return tuple(map(tuple, columns.tolist()))
 
+    def take_groups(self, groups: np.ndarray) -> SharedStrips:
+        """Return the strips of some groups."""
+        return replace(self, values=self.values[..., groups])
+
     def multiply(self, shared: Any) -> Any:
         """Return each group's strip times the shared parameters, shape ``(..., k, G)``."""
         if self.columns is None:
@@ -572,9 +576,9 @@ class BlockArrowFactor:
     The SDs of effects of groups with few rows change with the shared parameters, such as their
     scale. With a trend A of their logarithms the effects have coordinates
     :math:`e^{-A \delta_\psi}` times linear ones, so that they are partially non-centred, each group
-    by as much as its rows require. :meth:`to_linear` is this map. Where the scale is so uncertain
-    that a trend does not do, SDs and means are those of :mod:`.prior_scaling`. Effects that the
-    model multiplies by their scale are partially centred after L, by :mod:`.partial_centering`.
+    by as much as its rows require. SDs and means of effects whose scale is more uncertain are those
+    of :mod:`.prior_scaling`. :meth:`to_linear` is this map. Effects that the model multiplies by
+    their scale are partially centred after L, by :mod:`.partial_centering`.
     """
 
     effect_factors: Any  # F with F F^T the covariances given the shared, shape `(k, k, G)`
@@ -598,97 +602,82 @@ class BlockArrowFactor:
     def _has_scales(self) -> bool:
         return self.sd_trend is not None or self.prior_scaling is not None
 
-    def to_displacement(self, q: Any) -> Any:
-        """Return displacements, before any centring."""
-        return self._shift_effects(self.apply(self.to_linear(q)))
-
-    def from_displacement(self, displacement: Any) -> Any:
-        """Return the coordinates of a displacement."""
-        q = self.solve(self._shift_effects(displacement, -1.0))
-        if not self._has_scales:
-            return q
-        effects, shared = self.layout.split(q)
-        return self.layout.merge(effects / self._scale_effects(shared), shared)
-
     def to_linear(self, q: Any) -> Any:
-        """Return coordinates that L maps to displacements without the means' shifts."""
+        """Return the coordinates that L maps to displacements."""
         if not self._has_scales:
             return q
         effects, shared = self.layout.split(q)
-        return self.layout.merge(effects * self._scale_effects(shared), shared)
+        scales, shifts = self._scale_effects(shared)
+        return self.layout.merge(effects * scales + shifts, shared)
+
+    def from_linear(self, linear: Any) -> Any:
+        """Return the coordinates: the inverse of :meth:`to_linear`."""
+        if not self._has_scales:
+            return linear
+        effects, shared = self.layout.split(linear)
+        scales, shifts = self._scale_effects(shared)
+        return self.layout.merge((effects - shifts) / scales, shared)
 
     def pull_back(self, q: Any, gradient: Any) -> Any:
-        """Return the gradient of the potential of ``q`` from one by displacements.
+        """Return the gradient of the potential of ``q`` from one in linear coordinates.
 
         It includes the log Jacobian determinant.
         """
-        if self.prior_scaling is not None:
-            gradient = gradient + self._differentiate_shifts(q, gradient)
-        gradient = self.apply_transpose(gradient)
         if not self._has_scales:
             return gradient
         effects, shared = self.layout.split(q)
         of_effects, of_shared = self.layout.split(gradient)
-        of_effects = of_effects * self._scale_effects(shared)
-        work = self._compute_work(shared, of_effects * effects)
-        return self.layout.merge(of_effects, of_shared + work)
+        scales, _ = self._scale_effects(shared)
+        work = self._compute_work(shared, of_effects * scales * effects, of_effects)
+        return self.layout.merge(of_effects * scales, of_shared + work)
 
     def push_forward(self, q: Any, gradient: Any) -> Any:
-        """Return the gradient by displacements times L^T: the inverse of :meth:`pull_back`."""
+        """Return the gradient in linear coordinates: the inverse of :meth:`pull_back`."""
         if not self._has_scales:
             return gradient
         effects, shared = self.layout.split(q)
         of_effects, of_shared = self.layout.split(gradient)
-        work = self._compute_work(shared, of_effects * effects)
-        of_effects = of_effects / self._scale_effects(shared)
-        gradient = self.layout.merge(of_effects, of_shared - work)
-        if self.prior_scaling is None:
-            return gradient
-        by_displacements = self.solve_transpose(gradient)
-        shifts = self._differentiate_shifts(q, by_displacements)
-        return self.apply_transpose(by_displacements - shifts)
+        scales, _ = self._scale_effects(shared)
+        work = self._compute_work(shared, of_effects * effects, of_effects / scales)
+        return self.layout.merge(of_effects / scales, of_shared - work)
 
-    def _scale_effects(self, shared: Any) -> Any:
-        """Return the effects' SDs at shared coordinates, relative to those at the center."""
+    def _scale_effects(self, shared: Any) -> tuple[Any, Any]:
+        """Return the SDs of the effects' linear coordinates given the shared ones, and means."""
         xp, shared = jnp if isinstance(shared, jax.Array) else np, shared @ self.shared_factor.T
-        scales = 1.0 if self.sd_trend is None else xp.exp(self.sd_trend.multiply(shared))
-        if self.prior_scaling is None:
-            return scales
-        return scales * self.prior_scaling.scale_effects(shared)
+        scales, shifts = 1.0, 0.0
+        if self.sd_trend is not None:
+            scales = xp.exp(self.sd_trend.multiply(shared))
+        if self.prior_scaling is not None:
+            ratios, shifts = self.prior_scaling.evaluate(shared)
+            scales, shifts = scales * ratios, self._correlate(shifts, LowRankFactor.solve)
+        return scales, shifts
 
-    def _compute_work(self, shared: Any, products: Any) -> Any:
-        """Return the derivative by the shared coordinates of the effects' scales.
+    def _compute_work(self, shared: Any, products: Any, of_means: Any) -> Any:
+        """Return the derivative by the shared coordinates of the effects' scales and means.
 
         :param products: of coordinates and gradient, whose mean is one, shape ``(..., k, G)``.
+        :param of_means: the gradient in linear coordinates.
         """
         work, products = 0.0, products - 1.0
         if self.sd_trend is not None:
             work = self.sd_trend.sum_over_groups(products)
         if self.prior_scaling is not None:
             shared = shared @ self.shared_factor.T
-            work = work + self.prior_scaling.differentiate_scales(shared, products)
+            of_means = self._correlate(of_means, LowRankFactor.solve)
+            work = work + self.prior_scaling.differentiate(shared, products, of_means)
         return work @ self.shared_factor
 
-    def _shift_effects(self, displacement: Any, sign: float = 1.0) -> Any:
-        if self.prior_scaling is None:
-            return displacement
-        effects, shared = self.layout.split(displacement)
-        shifts = self.prior_scaling.compute_shifts(shared)
-        return self.layout.merge(effects + sign * shifts, shared)
-
-    def _differentiate_shifts(self, q: Any, gradient: Any) -> Any:
-        """Return what the means' shifts add to a gradient by displacements."""
-        of_effects, _ = self.layout.split(gradient)
-        shared = self.layout.take_shared(q) @ self.shared_factor.T
-        work = self.prior_scaling.differentiate_shifts(shared, of_effects)
-        return self.layout.merge(0.0 * of_effects, work)
+    def replace_effect_factors(self, factors: np.ndarray) -> BlockArrowFactor:
+        """Return the factor with other F."""
+        inverse = invert_factors(factors)
+        return replace(self, effect_factors=factors, inverse_effect_factors=inverse)
 
     def refit_shared(self, mean: np.ndarray, factor: np.ndarray) -> BlockArrowFactor:
         """Return the factor in whose coordinates the shared ones are ``mean + factor q``."""
         factors, inverse_factors = self.effect_factors, self.inverse_effect_factors
         nesting = self.nesting
         if self._has_scales:
-            scales = self._scale_effects(mean)
+            scales, _ = self._scale_effects(mean)
             factors, inverse_factors = factors * scales, inverse_factors / scales[:, None]
         if self.centering is not None:
             shared = self.shared_factor @ mean
@@ -803,6 +792,11 @@ class BlockArrowFactor:
             return effects
         flat = effects.reshape(*effects.shape[:-2], -1)
         return method(self.correlation, flat).reshape(effects.shape)
+
+
+def invert_factors(factors: np.ndarray) -> np.ndarray:
+    """Return the inverse of each group's factor, shape ``(k, k, G)``."""
+    return np.moveaxis(np.linalg.inv(np.moveaxis(factors, 2, 0)), 0, 2)
 
 
 def map_groups(fn: Callable[..., np.ndarray], *arrays: np.ndarray) -> np.ndarray:

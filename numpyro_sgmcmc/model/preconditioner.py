@@ -113,7 +113,7 @@ class Preconditioner(NamedTuple):
         """Return the coordinates x in which control variates expand gradients about the center:
         the displacement, with the effects that have a :attr:`centering` partially centred.
         """
-        return self.factor.to_displacement(q) if self.is_block_arrow else self.apply(q)
+        return self.apply(self.factor.to_linear(q) if self.is_block_arrow else q)
 
     def expansion_to_displacement(self, x: Any) -> Any:
         """Return the displacement at coordinates ``x``."""
@@ -122,8 +122,8 @@ class Preconditioner(NamedTuple):
     def from_position(self, position: Any) -> Any:
         """Return the preconditioned coordinates of a position."""
         x = position - self.center
-        x = x if self.centering is None else self.centering.from_displacement(x)
-        return self.factor.from_displacement(x) if self.is_block_arrow else self.solve(x)
+        q = self.solve(x if self.centering is None else self.centering.from_displacement(x))
+        return self.factor.from_linear(q) if self.is_block_arrow else q
 
     def pull_back(self, q: Any, gradient: Any) -> Any:
         """Return the gradient at ``q`` from one with respect to positions.
@@ -140,9 +140,8 @@ class Preconditioner(NamedTuple):
         """
         if self.centering is not None:
             gradient = gradient - self.centering.log_jacobian_gradient(self.to_expansion(q))
-        if self.is_block_arrow:
-            return self.factor.pull_back(q, gradient)
-        return self.apply_transpose(gradient)
+        gradient = self.apply_transpose(gradient)
+        return self.factor.pull_back(q, gradient) if self.is_block_arrow else gradient
 
     def gradient_to_expansion(self, x: Any, gradient: Any) -> Any:
         """Return the gradient with respect to ``x`` from one with respect to positions."""
@@ -185,9 +184,10 @@ class Preconditioner(NamedTuple):
         """Return linear coordinates: those of the diagonal factor alone, each of which is a site's,
         or those that a block-arrow factor maps to displacements.
         """
+        if self.centering is not None:
+            return self.solve(self.to_displacement(q))
         if self.is_block_arrow:
-            has_curve = self.centering is not None or self.factor.prior_scaling is not None
-            return self.solve(self.to_displacement(q)) if has_curve else self.factor.to_linear(q)
+            return self.factor.to_linear(q)
         return q if self.low_rank is None else self.low_rank.apply(q)
 
     def gradient_to_site_scale(self, q: Any, gradient: Any) -> Any:

@@ -1,4 +1,4 @@
-"""Scales of effects whose posterior is wide: their exponents, effects given them, and posteriors."""
+"""Scales of effects with a wide posterior: exponents, effects given the scales, and posteriors."""
 
 import jax
 import jax.numpy as jnp
