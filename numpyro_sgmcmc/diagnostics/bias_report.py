@@ -394,9 +394,12 @@ def _measure_bias(
         estimates.append(estimate_bias_at_draws(gradients, run.preconditioners[0]).bias)
         if dynamics.has_constant_metric:  # else the SDE adapts its step to the position
             stiffness = [dynamics.stiffness(max(0.0, float(c))) for c in gradients.max_curvature]
+            at_draws = gradients
+            if run.preconditioners[0].has_uncertain_scales:  # whose force has much noise
+                at_draws = gradients.to_coordinates(run.preconditioners[0])
             funnel_necks = find_funnel_necks(
-                gradients.positions.reshape(-1, draws.shape[-1]),
-                gradients.gradients.reshape(-1, draws.shape[-1]),
+                at_draws.positions.reshape(-1, draws.shape[-1]),
+                at_draws.gradients.reshape(-1, draws.shape[-1]),
                 gradients.curvature_indices,
                 np.square(run.step_size * np.array(stiffness)),
             )

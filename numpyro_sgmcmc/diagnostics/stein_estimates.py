@@ -115,6 +115,11 @@ class GradientsAtDraws(NamedTuple):
         """Return them with an offset of each chain, ``(chains, 1, d)``, subtracted."""
         return self._replace(positions=self.positions - offsets)
 
+    def to_coordinates(self, preconditioner: Preconditioner) -> GradientsAtDraws:
+        """Return positions and gradients in preconditioned coordinates."""
+        q = preconditioner.from_position(self.positions)
+        return self._replace(positions=q, gradients=preconditioner.pull_back(q, self.gradients))
+
     @property
     def num_draws(self) -> int:
         """Number of draws of all chains."""
@@ -374,8 +379,11 @@ def estimate_bias_at_draws(
     """
     (num_chains, _, dim), low_rank = gradients.positions.shape, get_split_factor(preconditioner)
     preconditioner = preconditioner._replace(low_rank=low_rank)
-    q = preconditioner.solve(gradients.positions.reshape(-1, dim) - preconditioner.center)
-    g = preconditioner.apply_transpose(gradients.gradients.reshape(-1, dim))
+    if preconditioner.has_uncertain_scales:
+        gradients = gradients.to_coordinates(preconditioner)
+    q, g = gradients.positions.reshape(-1, dim), gradients.gradients.reshape(-1, dim)
+    if not preconditioner.has_uncertain_scales:
+        q, g = preconditioner.solve(q - preconditioner.center), preconditioner.apply_transpose(g)
     if low_rank is not None:
         q, g = low_rank.split(q), low_rank.split(g)
     q, g = (x.reshape(num_chains, -1, x.shape[-1]) for x in (q, g))

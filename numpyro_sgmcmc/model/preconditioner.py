@@ -180,10 +180,22 @@ class Preconditioner(NamedTuple):
         scaled = self.factor * gradient
         return scaled if self.low_rank is None else self.low_rank.apply(scaled)
 
+    @property
+    def has_uncertain_scales(self) -> bool:
+        """True for a hierarchy in which a scale of effects may be near zero.
+
+        Gradients by the coordinates of the model have no variance there: that by the mean of
+        effects grows as the inverse of their scale.
+        """
+        return self.is_block_arrow and self.factor.prior_scaling is not None
+
     def to_site_scale(self, q: Any) -> Any:
         """Return linear coordinates: those of the diagonal factor alone, each of which is a site's,
-        or those that a block-arrow factor maps to displacements.
+        or those that a block-arrow factor maps to displacements. They are ``q`` where scales are
+        uncertain.
         """
+        if self.has_uncertain_scales:
+            return q
         if self.centering is not None:
             return self.solve(self.to_displacement(q))
         if self.is_block_arrow:
@@ -192,6 +204,8 @@ class Preconditioner(NamedTuple):
 
     def gradient_to_site_scale(self, q: Any, gradient: Any) -> Any:
         """Return a gradient with respect to :meth:`to_site_scale` of ``q``, from one in ``q``."""
+        if self.has_uncertain_scales:
+            return gradient
         if self.is_block_arrow:
             gradient = self.factor.push_forward(q, gradient)
             if self.centering is None:
