@@ -386,8 +386,8 @@ def estimate_bias_at_draws(
         q, g = preconditioner.solve(q - preconditioner.center), preconditioner.apply_transpose(g)
     if low_rank is not None:
         q, g = low_rank.split(q), low_rank.split(g)
-    q, g = (x.reshape(num_chains, -1, x.shape[-1]) for x in (q, g))
-    sums = _accumulate_batch_sums(q, g, is_dense=dim <= FULL_MOMENTS_MAX_DIM)
+    q_by_chain, g_by_chain = (x.reshape(num_chains, -1, x.shape[-1]) for x in (q, g))
+    sums = _accumulate_batch_sums(q_by_chain, g_by_chain, is_dense=dim <= FULL_MOMENTS_MAX_DIM)
     return estimate_bias_from_sums(sums, [preconditioner], are_at_draws=True)
 
 
