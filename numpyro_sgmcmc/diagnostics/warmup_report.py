@@ -188,7 +188,7 @@ def _describe_preconditioner(kernel: SGMCMCKernel, adaptation: Adaptation) -> st
         layout = preconditioner.factor.layout
         groups = " + ".join(f"{part.stop - part.start:,}" for part, _ in layout.groupings)
         form = f"Blocks of {groups} groups and {layout.num_shared} shared parameters"
-        form += ", effects partially non-centred" * (preconditioner.factor.sd_trend is not None)
+        form += ", effects partially non-centred" * preconditioner.factor.has_scales
         form += ", effects partially centred" * (preconditioner.centering is not None)
     elif preconditioner.is_hessian_root:
         form, source = "Dense", "from the Hessian of all rows"

@@ -596,15 +596,16 @@ class BlockArrowFactor:
     @property
     def is_linear(self) -> bool:
         """True if the coordinates are linear functions of positions."""
-        return not self._has_scales and self.centering is None
+        return not self.has_scales and self.centering is None
 
     @property
-    def _has_scales(self) -> bool:
+    def has_scales(self) -> bool:
+        """True if the effects' SDs change with the shared parameters: partial non-centring."""
         return self.sd_trend is not None or self.prior_scaling is not None
 
     def to_linear(self, q: Any) -> Any:
         """Return the coordinates that L maps to displacements."""
-        if not self._has_scales:
+        if not self.has_scales:
             return q
         effects, shared = self.layout.split(q)
         scales, shifts = self._scale_effects(shared)
@@ -612,7 +613,7 @@ class BlockArrowFactor:
 
     def from_linear(self, linear: Any) -> Any:
         """Return the coordinates: the inverse of :meth:`to_linear`."""
-        if not self._has_scales:
+        if not self.has_scales:
             return linear
         effects, shared = self.layout.split(linear)
         scales, shifts = self._scale_effects(shared)
@@ -623,7 +624,7 @@ class BlockArrowFactor:
 
         It includes the log Jacobian determinant.
         """
-        if not self._has_scales:
+        if not self.has_scales:
             return gradient
         effects, shared = self.layout.split(q)
         of_effects, of_shared = self.layout.split(gradient)
@@ -633,7 +634,7 @@ class BlockArrowFactor:
 
     def push_forward(self, q: Any, gradient: Any) -> Any:
         """Return the gradient in linear coordinates: the inverse of :meth:`pull_back`."""
-        if not self._has_scales:
+        if not self.has_scales:
             return gradient
         effects, shared = self.layout.split(q)
         of_effects, of_shared = self.layout.split(gradient)
@@ -676,7 +677,7 @@ class BlockArrowFactor:
         """Return the factor in whose coordinates the shared ones are ``mean + factor q``."""
         factors, inverse_factors = self.effect_factors, self.inverse_effect_factors
         nesting = self.nesting
-        if self._has_scales:
+        if self.has_scales:
             scales, _ = self._scale_effects(mean)
             factors, inverse_factors = factors * scales, inverse_factors / scales[:, None]
         if self.centering is not None:
