@@ -29,6 +29,7 @@ from numpyro_sgmcmc.model.prior_scaling import PriorScaling
 # and the exponents that count: 1 for the logarithm of an SD, 0.5 for that of a variance.
 _MAX_REMAINDER, _MIN_EXPONENT = 1e-2, 0.1
 _MAX_GROUPS = 2_000  # of which the prior is read
+_MIN_COUPLING = 1e-6  # in SDs of the effects, of priors that are not independent
 # Squared error of the linear means of all effects of a kind, in their SDs, one posterior SD of the
 # log scale from the center, from which on the scale is uncertain.
 _MIN_SQUARED_ERROR = 0.1
@@ -116,16 +117,14 @@ def add_prior_scaling(
     if not has_groupings:
         factors = _make_triangular(factor.effect_factors, exponents[..., 0] != 0.0)
         factor = factor.replace_effect_factors(factors)
-    all_exponents = spread_over_groups(layout, exponents)
     strips = prior_hessian.strips.multiply(units)
     by_rows = np.zeros(strips.shape)
     if isinstance(factor.centering, PartialCentering):
         by_rows = -factor.centering.exponents.multiply(units)
-    shares, deviations = np.zeros(of_effects.shape), np.zeros(of_effects.shape)
-    slopes = -factor.shift_means(units)
+    slopes, couplings = -factor.shift_means(units), np.zeros(factor.effect_factors.shape)
+    shares, linear_shares, deviations, linear_deviations = np.zeros((4, *of_effects.shape))
     for grouping, (columns, size) in enumerate(layout.groupings):
-        is_scaled = (exponents[:, :size, grouping] != 0.0).any(0)[:, None]
-        part = slice(size), columns
+        is_scaled, part = (exponents[:, :size, grouping] != 0.0).any(0), (slice(size), columns)
         if not is_scaled.any():
             slopes[:, *part] = 0.0
             continue
@@ -137,14 +136,60 @@ def add_prior_scaling(
         of_location *= is_location[:, None, None]
         # The products of effects with their scale have the location -c (1 + z), to first order.
         of_mean = slopes[:, *part] - of_location + by_rows[:, *part] * from_location
-        of_prior, sds = _compute_shares(precisions, factor.effect_factors[:size, :, columns])
-        shares[part] = np.where(is_scaled, of_prior, 0.0)
-        deviations[part] = np.where(is_scaled, from_location / sds, 0.0)
-        slopes[:, *part] = np.where(is_scaled, of_mean / sds, 0.0)
+        factors = factor.effect_factors[:size, :size, columns]
+        sds = np.sqrt(np.square(factors).sum(1))
+        deviations[part] = np.where(is_scaled[:, None], from_location / sds, 0.0)
+        slopes[:, *part] = np.where(is_scaled[:, None], of_mean / sds, 0.0)
+        others = np.flatnonzero(~is_scaled)
+        for j in np.flatnonzero(is_scaled):
+            found = _condition_on(int(j), precisions, factors, from_location)
+            shares[j, columns], linear_shares[j, columns], linear_deviations[j, columns] = found
+            if not has_groupings:
+                of_others = -factors[others[:, None], others] * precisions[:, others, j].T[:, None]
+                couplings[others, j, columns] = of_others.sum(0) * sds[j]
+    is_independent = np.abs(couplings).max() < _MIN_COUPLING
     scaling = PriorScaling(
-        SharedStrips.from_dense(all_exponents), shares, deviations, SharedStrips.from_dense(slopes)
+        SharedStrips.from_dense(spread_over_groups(layout, exponents)),
+        shares,
+        linear_shares,
+        deviations,
+        linear_deviations,
+        SharedStrips.from_dense(slopes),
+        None if is_independent else couplings,
     )
     return replace(factor, prior_scaling=scaling)
+
+
+def _condition_on(
+    j: int, precisions: np.ndarray, factors: np.ndarray, deviations: np.ndarray
+) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Return terms of the conditional distribution of effect j, each of shape ``(n,)``: its prior's
+    share of the precision, the linear share, and the linear deviation.
+
+    :param precisions: of the prior, shape ``(n, k, k)``.
+    :param factors: of the effects' covariances, shape ``(k, k, n)``.
+    :param deviations: of the means from the location of the prior, shape ``(k, n)``.
+    """
+    covariances = np.einsum("acg,bcg->gab", factors, factors)
+    variance, totals = covariances[:, j, j], np.linalg.inv(covariances)
+    others = np.delete(np.arange(len(factors)), j)
+    of_prior, of_rows = precisions[:, others, j], (totals - precisions)[:, others, j]
+    block = totals[:, others[:, None], others]
+    solved = _solve(block, of_prior) if len(others) else of_prior
+    share = variance * (precisions[:, j, j] - (of_prior * solved).sum(1))
+    linear_share = -2.0 * variance * (of_rows * solved).sum(1)
+    forces = np.einsum("gab,bg->ga", totals, deviations)[:, others]
+    linear_deviation = -np.sqrt(variance) * (forces * solved).sum(1)
+    # Rows whose Hessian is not positive give no variance: they are treated as independent ones.
+    rows_share = 1.0 - share - linear_share
+    is_valid = (rows_share >= 0.0) & (share >= 0.0)
+    is_valid &= linear_share**2 <= 4.0 * rows_share * share
+    total = np.clip(np.einsum("ga,ga->g", precisions[:, j], covariances[:, j]), 0.0, 1.0)
+    return (
+        np.where(is_valid, share, total),
+        np.where(is_valid, linear_share, 0.0),
+        np.where(is_valid, linear_deviation, 0.0),
+    )
 
 
 def _make_triangular(factors: np.ndarray, is_scale: np.ndarray) -> np.ndarray:

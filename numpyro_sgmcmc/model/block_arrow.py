@@ -608,16 +608,24 @@ class BlockArrowFactor:
         if not self.has_scales:
             return q
         effects, shared = self.layout.split(q)
-        scales, shifts = self._scale_effects(shared)
-        return self.layout.merge(effects * scales + shifts, shared)
+        if self.sd_trend is not None:
+            effects = effects * self._scale_effects(shared)
+        if self.prior_scaling is not None:
+            effects = self.prior_scaling.to_linear(effects, shared @ self.shared_factor.T)
+            effects = self._correlate(effects, LowRankFactor.solve)
+        return self.layout.merge(effects, shared)
 
     def from_linear(self, linear: Any) -> Any:
         """Return the coordinates: the inverse of :meth:`to_linear`."""
         if not self.has_scales:
             return linear
         effects, shared = self.layout.split(linear)
-        scales, shifts = self._scale_effects(shared)
-        return self.layout.merge((effects - shifts) / scales, shared)
+        if self.prior_scaling is not None:
+            effects = self._correlate(effects, LowRankFactor.apply)
+            effects = self.prior_scaling.from_linear(effects, shared @ self.shared_factor.T)
+        if self.sd_trend is not None:
+            effects = effects / self._scale_effects(shared)
+        return self.layout.merge(effects, shared)
 
     def pull_back(self, q: Any, gradient: Any) -> Any:
         """Return the gradient of the potential of ``q`` from one in linear coordinates.
@@ -628,45 +636,40 @@ class BlockArrowFactor:
             return gradient
         effects, shared = self.layout.split(q)
         of_effects, of_shared = self.layout.split(gradient)
-        scales, _ = self._scale_effects(shared)
-        work = self._compute_work(shared, of_effects * scales * effects, of_effects)
-        return self.layout.merge(of_effects * scales, of_shared + work)
+        scales = 1.0 if self.sd_trend is None else self._scale_effects(shared)
+        if self.prior_scaling is not None:
+            of_effects = self._correlate(of_effects, LowRankFactor.solve)
+            of_effects, by_scales = self.prior_scaling.pull_back(
+                effects * scales, shared @ self.shared_factor.T, of_effects
+            )
+            of_shared = of_shared + by_scales @ self.shared_factor
+        if self.sd_trend is not None:
+            of_effects = of_effects * scales
+            of_shared = of_shared + self._compute_work(of_effects * effects)
+        return self.layout.merge(of_effects, of_shared)
 
     def push_forward(self, q: Any, gradient: Any) -> Any:
-        """Return the gradient in linear coordinates: the inverse of :meth:`pull_back`."""
-        if not self.has_scales:
+        """Return the gradient in linear coordinates, the inverse of :meth:`pull_back`, of a factor
+        without :attr:`prior_scaling`.
+        """
+        if self.sd_trend is None:
             return gradient
         effects, shared = self.layout.split(q)
         of_effects, of_shared = self.layout.split(gradient)
-        scales, _ = self._scale_effects(shared)
-        work = self._compute_work(shared, of_effects * effects, of_effects / scales)
-        return self.layout.merge(of_effects / scales, of_shared - work)
+        work = self._compute_work(of_effects * effects)
+        return self.layout.merge(of_effects / self._scale_effects(shared), of_shared - work)
 
-    def _scale_effects(self, shared: Any) -> tuple[Any, Any]:
-        """Return the SDs of the effects' linear coordinates given the shared ones, and means."""
-        xp, shared = jnp if isinstance(shared, jax.Array) else np, shared @ self.shared_factor.T
-        scales, shifts = 1.0, 0.0
-        if self.sd_trend is not None:
-            scales = xp.exp(self.sd_trend.multiply(shared))
-        if self.prior_scaling is not None:
-            ratios, shifts = self.prior_scaling.evaluate(shared)
-            scales, shifts = scales * ratios, self._correlate(shifts, LowRankFactor.solve)
-        return scales, shifts
+    def _scale_effects(self, shared: Any) -> Any:
+        """Return the SDs by the trend at shared coordinates, relative to those at the center."""
+        xp = jnp if isinstance(shared, jax.Array) else np
+        return xp.exp(self.sd_trend.multiply(shared @ self.shared_factor.T))
 
-    def _compute_work(self, shared: Any, products: Any, of_means: Any) -> Any:
-        """Return the derivative by the shared coordinates of the effects' scales and means.
+    def _compute_work(self, products: Any) -> Any:
+        """Return the derivative by the shared coordinates of the trend of the effects' scales.
 
         :param products: of coordinates and gradient, whose mean is one, shape ``(..., k, G)``.
-        :param of_means: the gradient in linear coordinates.
         """
-        work, products = 0.0, products - 1.0
-        if self.sd_trend is not None:
-            work = self.sd_trend.sum_over_groups(products)
-        if self.prior_scaling is not None:
-            shared = shared @ self.shared_factor.T
-            of_means = self._correlate(of_means, LowRankFactor.solve)
-            work = work + self.prior_scaling.differentiate(shared, products, of_means)
-        return work @ self.shared_factor
+        return self.sd_trend.sum_over_groups(products - 1.0) @ self.shared_factor
 
     def replace_effect_factors(self, factors: np.ndarray) -> BlockArrowFactor:
         """Return the factor with other F."""
@@ -677,9 +680,12 @@ class BlockArrowFactor:
         """Return the factor in whose coordinates the shared ones are ``mean + factor q``."""
         factors, inverse_factors = self.effect_factors, self.inverse_effect_factors
         nesting = self.nesting
-        if self.has_scales:
-            scales, _ = self._scale_effects(mean)
+        if self.sd_trend is not None:
+            scales = self._scale_effects(mean)
             factors, inverse_factors = factors * scales, inverse_factors / scales[:, None]
+        if self.prior_scaling is not None:
+            factors = self.prior_scaling.rescale_factors(factors, self.shared_factor @ mean)
+            inverse_factors = invert_factors(factors)
         if self.centering is not None:
             shared = self.shared_factor @ mean
             factors, inverse_factors = self.centering.rescale_factors(

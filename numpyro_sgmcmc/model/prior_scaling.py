@@ -1,42 +1,52 @@
 r"""Effects given a prior scale that the data hardly determine.
 
-Let an effect have a normal prior with an SD proportional to :math:`e^{z}`, where z is linear in the
-displacements of the shared parameters, and let :math:`\tau` be the prior's share of its precision
-at the center, where :math:`z = 0`. If its rows have a constant precision, its variance given the
-shared parameters is r times that at the center, and the prior's share of the precision is
-:math:`\tau_z`:
+Let the effects of a group have a normal prior with precision P, in which the SD of one effect j is
+proportional to :math:`e^{z}`, with z linear in the displacements of the shared parameters. With
+:math:`w = e^{-z}` this effect's row and column of P are proportional to w, and its diagonal entry
+to :math:`w^2`. If the rows have a constant precision R about the effects, then given z
 
-.. math:: r = \frac{1}{1 - \tau + \tau e^{-2z}}, \quad \tau_z = \tau e^{-2z} r =
-   \tfrac12\frac{d\log r}{dz}.
+- the variance of the effect is :math:`r = 1/(1 - \tau_1 - \tau_2 + \tau_1 w + \tau_2 w^2)` times
+  that at the center, where :math:`z = 0`. For an independent prior :math:`\tau_1 = 0`, and
+  :math:`\tau_2` is the prior's share of the precision;
+- the deviation of its mean from the location of the prior is :math:`r(c - b + bw)`, with the
+  deviation c at the center, and :math:`b = 0` for an independent prior;
+- the means of the other effects given this effect change with it by :math:`B + B'(w - 1)`, with
+  :math:`B' = -(R + P)_{aa}^{-1} P_{aj}` for the others a, and their covariance does not change.
 
-Its mean deviates from the location of its prior by r times the deviation c at the center. So if z
-has a wide posterior, SD and mean are far from linear functions of the shared parameters: for small
-scales the SD and the deviation vanish with the scale.
+So if z has a wide posterior, SDs and means are far from linear functions of the shared parameters:
+for small scales the SD and the deviation vanish with the scale.
 
-The other effects of the group move with this effect. With a triangular factor F of the group's
-covariance in which this effect is the first, its column is proportional to the covariances with
-this effect, so that all of this is a change of one coordinate. It is exact for normal rows and
-independent priors of the effects of a group, of which one has such a scale.
+With a triangular factor F of the group's covariance in which effect j is the first, its column is
+proportional to the covariances with this effect, so that the first two changes are those of one
+coordinate. All of this is exact for normal rows if one effect of a group has such a scale.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from numpyro_sgmcmc.model.block_arrow import BlockArrowLayout, SharedStrips
+from numpyro_sgmcmc.model.block_arrow import BlockArrowLayout, SharedStrips, multiply_blocks
 
 _MAX_LOG_SCALE = 20.0  # |z|, beyond which scales do not change: float32 would overflow
 
 
 @partial(
     jax.tree_util.register_dataclass,
-    data_fields=["exponents", "shares", "deviations", "slopes"],
+    data_fields=[
+        "exponents",
+        "shares",
+        "linear_shares",
+        "deviations",
+        "linear_deviations",
+        "slopes",
+        "couplings",
+    ],
     meta_fields=[],
 )
 @dataclass(frozen=True)
@@ -45,45 +55,106 @@ class PriorScaling:
 
     The means are those of a block-arrow factor, which are linear, plus shifts of second order.
     Deviations and shifts are in SDs of the effects given the shared parameters, at the center.
+    Arrays of effects have the shape ``(k, G)``, with zeros for effects without such a scale.
     """
 
     exponents: SharedStrips  # derivatives of z
-    shares: Any  # of the prior in the precision at the center, shape `(k, G)`
-    deviations: Any  # c, of the mean from the location of the prior at the center
+    shares: Any  # tau_2
+    linear_shares: Any  # tau_1
+    deviations: Any  # c
+    linear_deviations: Any  # b
     # derivatives of the mean minus the location by the shared parameters, at the center
     slopes: SharedStrips
+    # changes of the other effects' coordinates with the deviation, F_aa^-1 B', shape `(k, k, G)`;
+    # None if priors are independent
+    couplings: Any = None
 
-    def evaluate(self, shared: Any) -> tuple[Any, Any]:
-        """Return SDs relative to those at the center, and shifts, each ``(..., k, G)``."""
-        z, ratios, _ = self._evaluate_ratios(shared)
-        deviations = self.deviations + self.slopes.multiply(shared)
-        shifts = (ratios - 1.0) * deviations - 2.0 * self.shares * self.deviations * z * ratios
-        return ratios**0.5, shifts
+    def to_linear(self, effects: Any, shared: Any) -> Any:
+        """Return effects, in SDs at the center and without the linear mean, from coordinates.
 
-    def differentiate(self, shared: Any, of_log_sds: Any, of_shifts: Any) -> Any:
-        """Return the derivative by the shared parameters, shape ``(..., s)``.
-
-        :param of_log_sds: derivatives of a function by the logarithms of the SDs, ``(..., k, G)``.
-        :param of_shifts: derivatives by the shifts.
+        :param effects: coordinates that are standard normal given the shared parameters.
+        :param shared: displacements of the shared parameters, shape ``(..., s)``.
         """
-        z, ratios, shares = self._evaluate_ratios(shared)
-        deviations, linear = self.slopes.multiply(shared), self.shares * self.deviations
-        deviations = shares * (self.deviations + deviations - 2.0 * linear * z)
-        by_z = of_log_sds * shares + of_shifts * 2.0 * ratios * (deviations - linear)
-        by_z = by_z * (abs(z) < _MAX_LOG_SCALE)
-        of_slopes = self.slopes.sum_over_groups(of_shifts * (ratios - 1.0))
-        return self.exponents.sum_over_groups(by_z) + of_slopes
+        terms = self._evaluate(shared)
+        effects = effects * terms.ratios**0.5 + terms.shifts
+        if self.couplings is None:
+            return effects
+        return effects + multiply_blocks(self.couplings, terms.compute_sources(self, effects))
+
+    def from_linear(self, effects: Any, shared: Any) -> Any:
+        """Return coordinates: the inverse of :meth:`to_linear`."""
+        terms = self._evaluate(shared)
+        if self.couplings is not None:  # to effects without a scale
+            sources = terms.compute_sources(self, effects)
+            effects = effects - multiply_blocks(self.couplings, sources)
+        return (effects - terms.shifts) / terms.ratios**0.5
+
+    def pull_back(self, effects: Any, shared: Any, of_effects: Any) -> tuple[Any, Any]:
+        """Return the gradient of the potential of coordinates, and what it adds to that of the
+        shared parameters, from the gradient by :meth:`to_linear`.
+
+        They include the log Jacobian determinant.
+        """
+        terms, by_z, of_slopes = self._evaluate(shared), 0.0, 0.0
+        scales = terms.ratios**0.5
+        if self.couplings is not None:
+            of_sources = multiply_blocks(self.couplings, of_effects, transpose=True)
+            deviations = terms.deviations + terms.shifts + effects * scales
+            by_z = of_sources * (self.deviations - terms.powers * deviations)
+            of_slopes = of_sources * (terms.powers - 1.0)
+            of_effects = of_effects + of_slopes
+        of_effects_scaled = of_effects * scales
+        by_z = by_z + (of_effects_scaled * effects - 1.0) * terms.shares
+        by_z = by_z + of_effects * terms.slopes_of_shifts
+        of_slopes = of_slopes + of_effects * (terms.ratios - 1.0)
+        of_shared = self.exponents.sum_over_groups(by_z * terms.is_inside)
+        return of_effects_scaled, of_shared + self.slopes.sum_over_groups(of_slopes)
+
+    def rescale_factors(self, factors: np.ndarray, shared: np.ndarray) -> np.ndarray:
+        """Return factors of the effects' covariances at other shared parameters, ``(k, k, G)``."""
+        terms = self._evaluate(shared)
+        if self.couplings is not None:
+            changes = self.couplings * (terms.powers - 1.0)
+            factors = factors + np.einsum("abg,bcg->acg", factors, changes)
+        return np.asarray(factors * terms.ratios**0.5)
 
     def find_kinds(self, layout: BlockArrowLayout) -> np.ndarray:
         """Return the exponents of each effect of the groupings, ``(s, k, groupings)``; in NumPy."""
         exponents = self.exponents.multiply(np.eye(layout.num_shared))
         return np.stack([exponents[..., columns.start] for columns, _ in layout.groupings], -1)
 
-    def _evaluate_ratios(self, shared: Any) -> tuple[Any, Any, Any]:
-        """Return z, r and the prior's share of the precision."""
+    def _evaluate(self, shared: Any) -> _Terms:
         z, xp = self.exponents.multiply(shared), jnp if isinstance(shared, jax.Array) else np
+        is_inside = abs(z) < _MAX_LOG_SCALE
         z = xp.clip(z, -_MAX_LOG_SCALE, _MAX_LOG_SCALE)
-        power, of_rows, is_small = xp.exp(-2.0 * abs(z)), 1.0 - self.shares, z < 0.0
-        of_prior = xp.where(is_small, self.shares, self.shares * power)
-        precisions = xp.where(is_small, of_rows * power, of_rows) + of_prior
-        return z, xp.where(is_small, power, 1.0) / precisions, of_prior / precisions
+        w, slopes = xp.exp(-z), self.slopes.multiply(shared)
+        of_rows = 1.0 - self.linear_shares - self.shares
+        ratios = 1.0 / (of_rows + w * (self.linear_shares + w * self.shares))
+        shares = ratios * w * (0.5 * self.linear_shares + w * self.shares)
+        means = self.deviations + self.linear_deviations * (w - 1.0)
+        # Of the deviation, at the center.
+        slope = (self.linear_shares + 2.0 * self.shares) * self.deviations - self.linear_deviations
+        shifts = ratios * means - self.deviations + (ratios - 1.0) * slopes - slope * z * ratios
+        slopes_of_shifts = 2.0 * shares * (means + slopes - slope * z)
+        slopes_of_shifts = ratios * (slopes_of_shifts - self.linear_deviations * w - slope)
+        return _Terms(
+            z, w, is_inside, ratios, shares, self.deviations + slopes, shifts, slopes_of_shifts
+        )
+
+
+class _Terms(NamedTuple):
+    """Functions of the shared parameters, each of shape ``(..., k, G)``."""
+
+    z: Any
+    powers: Any  # w
+    is_inside: Any  # whether z is not clipped
+    ratios: Any  # r
+    shares: Any  # derivatives of log SDs by z
+    deviations: Any  # the linear deviations of the means from the location
+    shifts: Any  # of the means, relative to the linear ones
+    slopes_of_shifts: Any  # derivatives by z
+
+    def compute_sources(self, scaling: PriorScaling, effects: Any) -> Any:
+        """Return what couplings multiply, without terms of first order that linear means have."""
+        deviations = self.deviations + effects
+        return (self.powers - 1.0) * deviations + self.z * scaling.deviations

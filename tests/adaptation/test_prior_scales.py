@@ -147,6 +147,69 @@ def test_effects_given_an_uncertain_scale_have_their_exact_means_and_sds(is_cent
         np.testing.assert_allclose(found[0], expected, atol=5e-3 * exact_sd)
 
 
+def make_slopes(correlation):
+    """Return a model of intercepts and slopes with a known correlation, and a moment function."""
+    intercept_sd = 0.7
+    matrix = np.array([[1.0, 0.0], [correlation, np.sqrt(1.0 - correlation**2)]])
+
+    def model(group, x, y, batch_size=None):
+        slope = numpyro.sample("slope", dist.Normal(0, 1))
+        scale = numpyro.sample("zeta", dist.Normal(-2, 1))
+        with numpyro.plate("groups", GROUPS):
+            factor = jnp.stack([intercept_sd, jnp.exp(scale)])[:, None] * matrix
+            prior = dist.MultivariateNormal(jnp.stack([0.0, slope]), scale_tril=factor)
+            effect = numpyro.sample("effect", prior)
+        with numpyro.plate("rows", len(y), subsample_size=batch_size) as i:
+            eta = effect[group[i], 0] + x[i] * effect[group[i], 1]
+            numpyro.sample("y", dist.Normal(eta, 1), obs=y[i])
+
+    def compute_moments(group, x, y, slope, log_scale):
+        """Return the exact means ``(G, 2)`` and covariances ``(G, 2, 2)`` of the effects."""
+        factor = np.diag([intercept_sd, np.exp(log_scale)]) @ matrix
+        of_prior, design = np.linalg.inv(factor @ factor.T), np.stack([np.ones_like(x), x], 1)
+        precisions, sums = np.zeros((GROUPS, 2, 2)), np.zeros((GROUPS, 2))
+        np.add.at(precisions, group, design[:, :, None] * design[:, None])
+        np.add.at(sums, group, design * y[:, None])
+        covariances = np.linalg.inv(precisions + of_prior)
+        forces = sums + of_prior @ np.array([0.0, slope])
+        return np.einsum("gab,gb->ga", covariances, forces), covariances
+
+    return model, compute_moments
+
+
+@pytest.mark.parametrize("correlation", [0.0, 0.6])
+def test_effects_given_the_scale_of_slopes_are_exact(correlation):
+    rng, num_rows = np.random.default_rng(7), GROUPS * ROWS_PER_GROUP
+    model, compute_moments = make_slopes(correlation)
+    group, x = rng.permutation(np.arange(num_rows) % GROUPS), 1.0 + rng.standard_normal(num_rows)
+    y = 0.7 * rng.standard_normal(GROUPS)[group] + 0.3 * x + rng.standard_normal(num_rows)
+    args = group, jnp.asarray(x, "f"), jnp.asarray(y, "f")
+    inputs = make_inputs(model, args, BATCH_SIZE)
+    layout = find_block_arrow_layout(inputs.potential, inputs.arguments)
+    preconditioner = fit_hierarchy_from_each(inputs, layout, [np.zeros(layout.dim)]).coordinates
+    assert (preconditioner.factor.prior_scaling.couplings is not None) == (correlation != 0.0)
+    center = layout.take_shared(preconditioner.center)
+    for change in ([0.0, -3.0], [0.0, 1.0], [0.03, -2.0]):
+        shared = np.linalg.solve(preconditioner.factor.shared_factor, change)
+
+        def take_effects(coordinates, shared=shared):
+            q = layout.merge(coordinates, shared)
+            return layout.split(preconditioner.to_position(q))[0].T
+
+        found = take_effects(np.zeros((2, GROUPS)))
+        factors = np.stack(
+            [take_effects(np.eye(2)[:, [j]] + 0.0 * found.T) - found for j in (0, 1)]
+        )
+        means, covariances = compute_moments(group, x, y, *(center + change))
+        sds = np.sqrt(np.diagonal(covariances, axis1=1, axis2=2))
+        errors = np.abs(found - means) / sds
+        units = sds[:, :, None] * sds[:, None]
+        of_covariances = (np.einsum("cga,cgb->gab", factors, factors) - covariances) / units
+        # The change with the mean is that of independent effects.
+        assert errors.max() < (5e-3 if change[0] == 0.0 else 0.05)
+        assert np.abs(of_covariances).max() < 0.01
+
+
 @pytest.mark.parametrize("estimator", [MinibatchGradient(), ControlVariate()])
 def test_measured_noise_is_that_of_the_steps(estimator):
     """The shared parameters have noise of the effects' gradients, whose means and SDs change."""
