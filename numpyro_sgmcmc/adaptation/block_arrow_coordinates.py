@@ -22,18 +22,18 @@ from numpyro_sgmcmc.adaptation.conditional_effects import (
     evaluate_block_arrow,
     evaluate_prior,
 )
-from numpyro_sgmcmc.adaptation.effect_centering import find_centering, find_exponents
+from numpyro_sgmcmc.adaptation.effect_centering import (
+    find_centering,
+    find_exponents,
+    spread_over_groups,
+)
 from numpyro_sgmcmc.adaptation.effect_correlation import EffectCorrelation, find_nesting
 from numpyro_sgmcmc.adaptation.effect_factors import (
     factorize_inverse_blocks,
     make_symmetric_factors,
 )
 from numpyro_sgmcmc.adaptation.marginal_mode import MarginalFit
-from numpyro_sgmcmc.adaptation.prior_scales import (
-    add_prior_scaling,
-    find_prior_exponents,
-    find_uncertain_scales,
-)
+from numpyro_sgmcmc.adaptation.prior_scales import PriorScales, add_prior_scaling
 from numpyro_sgmcmc.adaptation.settings import WarmupInputs
 from numpyro_sgmcmc.model.block_arrow import (
     BlockArrowFactor,
@@ -43,7 +43,6 @@ from numpyro_sgmcmc.model.block_arrow import (
     SharedStrips,
     invert_factors,
 )
-from numpyro_sgmcmc.model.partial_centering import MatrixCentering
 from numpyro_sgmcmc.model.preconditioner import Preconditioner
 
 _REFACTOR_DISTANCE_SD = 1.0  # of a new center, beyond which effects of several groupings get new F
@@ -129,7 +128,10 @@ def recenter_block_arrow(
     else:  # the trend and the scales are those of effects with these fractions
         factor = replace(factor, centering=factor.centering and factor.centering.move(center))
         if scaling is not None:
-            factor = add_prior_scaling(scaling.find_kinds(layout), *prior, factor)
+            sds = np.linalg.norm(factor.shared_factor, axis=1)
+            scales = PriorScales.measure(inputs, center, sds, *prior)
+            if scales is not None:
+                factor = add_prior_scaling(scales, scaling.find_kinds(layout), factor)
     if factor.centering is not None:
         of_rows = factor.centering.transform_hessian(of_rows, rows_gradient)
     recentered = Preconditioner(center, factor, gradient, of_rows)
@@ -153,22 +155,26 @@ def _add_centering(
     :param prior: gradient and Hessian of the prior's part of the potential at the center.
     :param rows: those of the rows' part.
     """
-    by_prior, by_rows = find_prior_exponents(*prior), find_exponents(*rows, center)
-    exponents = by_prior + by_rows  # those of the product that has the prior's scale
-    is_uncertain = find_uncertain_scales(exponents, *prior, factor)
+    by_rows, shared_sds = (
+        find_exponents(*rows, center),
+        np.linalg.norm(factor.shared_factor, axis=1),
+    )
+    scales = PriorScales.measure(inputs, center, shared_sds, *prior)
+    is_uncertain = np.zeros(by_rows.shape[1:], bool)
+    if scales is not None:
+        of_effects = spread_over_groups(factor.layout, by_rows)
+        is_uncertain = scales.find_uncertain_kinds(factor, of_effects)
     centering = find_centering(
         inputs.batched_gradients,
         *rows,
         center,
         np.diagonal(prior[1].blocks).T,
-        np.linalg.norm(factor.shared_factor, axis=1),
+        shared_sds,
         by_rows,
         is_uncertain,
     )
-    if isinstance(centering, MatrixCentering):  # of effects that are fully centred
-        exponents = by_prior
     factor = replace(factor, centering=centering)
-    return add_prior_scaling(np.where(is_uncertain, exponents, 0.0), *prior, factor)
+    return factor if scales is None else add_prior_scaling(scales, is_uncertain, factor)
 
 
 def _factorize_groupings(

@@ -1,163 +1,194 @@
 r"""Effects whose prior scale has a wide posterior, and :class:`.PriorScaling` of them.
 
-Let effects have a normal prior with precision P, whose SDs are proportional to
-:math:`e^{a\psi_j}`. The gradient of the prior's part of the potential is then :math:`g_e = Pc`,
-with the deviations c from the location of the prior, and its Hessian has
-:math:`H_{ej} = -(a \circ g_e + P (a \circ c))`. This determines the exponents a. The derivative of
-the location by any other parameter is :math:`-P^{-1} H_{ej}`.
+Let effects have a normal prior with precision P, and let their SDs be proportional to
+:math:`e^{a\psi_j}` with a shared parameter :math:`\psi_j`. The gradient of the prior's part of the
+potential is :math:`g_e = Pc`, with the deviations c from the location of the prior. Its Hessian has
+:math:`H_{ej} = -a \circ g_e - P (a \circ c + N_j)`, with the derivative :math:`N_j` of the
+location.
 
-The n-th effects of all groups of a grouping are one *kind* of effects. Arrays of kinds have the
-shape ``(k, groupings)``.
+The n-th effects of all groups of a grouping are one *kind* of effects.
 """
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 import numpy as np
 
 from numpyro_sgmcmc.adaptation.effect_centering import spread_over_groups
+from numpyro_sgmcmc.adaptation.settings import WarmupInputs
 from numpyro_sgmcmc.model.block_arrow import (
     BlockArrowFactor,
+    BlockArrowLayout,
     BlockArrowMatrix,
     SharedStrips,
 )
 from numpyro_sgmcmc.model.partial_centering import PartialCentering
 from numpyro_sgmcmc.model.prior_scaling import PriorScaling
 
-# Size of what is left of a column of the Hessian, up to which a parameter is the scale of effects,
-# and the exponents that count: 1 for the logarithm of an SD, 0.5 for that of a variance.
-_MAX_REMAINDER, _MIN_EXPONENT = 1e-2, 0.1
-_MAX_GROUPS = 2_000  # of which the prior is read
+# Numbers in all products with the prior's Hessian that determine the exponents: a bound on time.
+# With more, so many effects share a scale that it is hardly uncertain.
+_MAX_PRODUCT_ENTRIES = 2**25
+# Difference of the change of log precisions to either side, relative to the change, up to which
+# they are linear; the change of correlations that is rounding; the exponents that count.
+_MAX_NONLINEARITY, _MAX_CORRELATION_CHANGE, _MIN_EXPONENT = 0.3, 1e-3, 0.05
+_MAX_STEP = 1.0  # of a shared parameter, in unconstrained space, of these changes
 _MIN_COUPLING = 1e-6  # in SDs of the effects, of priors that are not independent
 # Squared error of the linear means of all effects of a kind, in their SDs, one posterior SD of the
 # log scale from the center, from which on the scale is uncertain.
 _MIN_SQUARED_ERROR = 0.1
 
 
-def find_prior_exponents(prior_gradient: np.ndarray, prior_hessian: BlockArrowMatrix) -> np.ndarray:
-    """Return exponents of the SDs of each kind of effects, shape ``(s, k, groupings)``.
+@dataclass(frozen=True)
+class PriorScales:
+    """The prior of effects at a center, and how it changes with the shared parameters.
 
-    They are zero where no shared parameter is the logarithm of a scale of a normal prior.
+    - **gradient** - of the prior's part of the potential by effects, shape ``(k, G)``.
+    - **hessian** - of this part.
+    - **exponents** - a, zero for effects whose precision changes otherwise, shape ``(s, k, G)``.
+    - **changes_correlation** - whether a shared parameter changes correlations, shape ``(s,)``.
     """
-    layout = prior_hessian.layout
-    of_effects, _ = layout.split(prior_gradient)
-    exponents = np.zeros((layout.num_shared, layout.effects_per_group, len(layout.groupings)))
-    for grouping, (columns, size) in enumerate(layout.groupings):
-        groups = _sample_groups(columns)
-        gradients, precisions = of_effects[:size, groups].T, _take(prior_hessian, groups, size)
-        strips = prior_hessian.strips.take_groups(groups).multiply(np.eye(layout.num_shared))
-        if not (np.isfinite(strips).all() and _is_proper(precisions, gradients)):
-            continue
-        terms = precisions * _solve(precisions, gradients)[:, None]
-        terms[:, range(size), range(size)] += gradients
-        units = 1.0 / np.sqrt(np.diagonal(precisions, axis1=1, axis2=2))
-        terms = (units[..., None] * terms).reshape(-1, size)
-        targets = (-units * strips[:, :size].swapaxes(1, 2)).reshape(len(strips), -1).T
-        found, *_ = np.linalg.lstsq(terms, targets, rcond=None)
-        errors = np.linalg.norm(targets - terms @ found, axis=0)
-        is_scale = errors < _MAX_REMAINDER * np.linalg.norm(targets, axis=0)
-        found = np.where(is_scale & (np.abs(found) > _MIN_EXPONENT), found, 0.0)
-        exponents[:, :size, grouping] = found.T
-    return exponents
 
+    gradient: np.ndarray
+    hessian: BlockArrowMatrix
+    exponents: np.ndarray
+    changes_correlation: np.ndarray
 
-def find_uncertain_scales(
-    exponents: np.ndarray,
-    prior_gradient: np.ndarray,
-    prior_hessian: BlockArrowMatrix,
-    factor: BlockArrowFactor,
-) -> np.ndarray:
-    """Return the kinds of effects whose scale has a wide posterior, shape ``(k, groupings)``.
+    @classmethod
+    def measure(
+        cls,
+        inputs: WarmupInputs,
+        center: np.ndarray,
+        shared_sds: np.ndarray,
+        gradient: np.ndarray,
+        hessian: BlockArrowMatrix,
+    ) -> PriorScales | None:
+        """Measure the exponents, by the prior's Hessian one SD to either side of the center.
 
-    :param exponents: of the scales, by the prior and by the rows, shape ``(s, k, groupings)``.
-    """
-    layout = prior_hessian.layout
-    of_effects, _ = layout.split(prior_gradient)
-    covariance = factor.shared_factor @ factor.shared_factor.T
-    scale_sds = np.sqrt(np.einsum("ikn,ij,jkn->kn", exponents, covariance, exponents))
-    is_uncertain = np.zeros(scale_sds.shape, bool)
-    for grouping, (columns, size) in enumerate(layout.groupings):
-        groups = _sample_groups(columns)
-        gradients, precisions = of_effects[:size, groups].T, _take(prior_hessian, groups, size)
-        if not _is_proper(precisions, gradients):
-            continue
-        shares, sds = _compute_shares(precisions, factor.effect_factors[:size, :, groups])
-        deviations, errors = _solve(precisions, gradients).T / sds, np.zeros(shares.shape)
-        for z in (scale_sds[:size, grouping, None], -scale_sds[:size, grouping, None]):
+        :param gradient: of the prior's part of the potential at the center.
+        :param hessian: of this part.
+        :return: None if that would take long, or if the prior's precision is not positive.
+        """
+        layout, probes = hessian.layout, hessian.layout.make_probes()
+        if 2 * layout.num_shared * probes.size > _MAX_PRODUCT_ENTRIES:
+            return None
+        of_effects, _ = layout.split(gradient)
+        if not (np.isfinite(of_effects).all() and _are_positive(hessian.blocks)):
+            return None
+        log_precisions, correlations = _standardise(hessian.blocks)
+        exponents = np.zeros((layout.num_shared, *of_effects.shape))
+        changes_correlation = np.zeros(layout.num_shared, bool)
+        coordinates = layout.take_shared(np.arange(layout.dim))
+        for j, (coordinate, sd) in enumerate(zip(coordinates, shared_sds, strict=True)):
+            changes, step = [], min(sd, _MAX_STEP)
+            for side in (step, -step):
+                position = center.copy()
+                position[coordinate] += side
+                _, products = inputs.batched_gradients.prior_products(position, probes)
+                blocks = layout.make_blocks(products)
+                if not _are_positive(blocks):
+                    return None
+                moved, moved_correlations = _standardise(blocks)
+                changes.append(moved - log_precisions)
+                change = np.abs(moved_correlations - correlations).max()
+                changes_correlation[j] |= change > _MAX_CORRELATION_CHANGE
+            above, below = changes
+            slopes = (above - below) / (2.0 * step)
+            is_linear = np.abs(above + below) <= _MAX_NONLINEARITY * np.abs(above - below)
+            is_scale = is_linear & (np.abs(slopes) > 2.0 * _MIN_EXPONENT)
+            if not changes_correlation[j]:
+                exponents[j] = np.where(is_scale, -0.5 * slopes, 0.0)
+        return cls(of_effects, hessian, exponents, changes_correlation)
+
+    @property
+    def layout(self) -> BlockArrowLayout:
+        """The layout of the effects and shared parameters."""
+        return self.hessian.layout
+
+    @property
+    def deviations(self) -> np.ndarray:
+        """Deviations of the effects from the location of the prior, shape ``(k, G)``."""
+        return _solve(np.moveaxis(self.hessian.blocks, 2, 0), self.gradient.T).T
+
+    def compute_location_slopes(self) -> np.ndarray:
+        """Return derivatives of the location of the prior, shape ``(s, k, G)``."""
+        precisions = np.moveaxis(self.hessian.blocks, 2, 0)
+        strips = self.hessian.strips.multiply(np.eye(self.layout.num_shared))
+        terms = strips + self.exponents * self.gradient
+        of_location = -np.stack([_solve(precisions, x.T).T for x in terms])
+        of_location = of_location - self.exponents * self.deviations
+        return np.where(self.changes_correlation[:, None, None], 0.0, of_location)
+
+    def find_uncertain_kinds(self, factor: BlockArrowFactor, by_rows: np.ndarray) -> np.ndarray:
+        """Return the kinds of effects whose scale has a wide posterior, ``(k, groupings)``.
+
+        :param by_rows: exponents of scales by which the model multiplies effects, ``(s, k, G)``.
+        """
+        exponents = self.exponents + by_rows
+        shifts = np.tensordot(factor.shared_factor.T, exponents, 1)
+        scale_sds = np.sqrt(np.square(shifts).sum(0))
+        covariances = np.einsum("acg,bcg->abg", factor.effect_factors, factor.effect_factors)
+        shares = np.einsum("abg,bag->ag", self.hessian.blocks, covariances).clip(0.0, 1.0)
+        deviations = self.deviations / np.sqrt(np.einsum("aag->ag", covariances))
+        errors = np.zeros(shares.shape)
+        for z in (scale_sds, -scale_sds):
             ratios = 1.0 / (1.0 - shares + shares * np.exp(-2.0 * z))
             errors = np.maximum(errors, np.square((ratios - 1.0 - 2.0 * shares * z) * deviations))
-        num_groups = columns.stop - columns.start
-        found = errors.mean(1) * num_groups > _MIN_SQUARED_ERROR
-        if found.any():
-            all_groups = np.arange(columns.start, columns.stop)
-            all_precisions = _take(prior_hessian, all_groups, size)
-            found &= _is_proper(all_precisions, of_effects[:size, columns].T)
-        is_uncertain[:size, grouping] = found
-    return is_uncertain
+        sums = [errors[:, columns].sum(1) for columns, _ in self.layout.groupings]
+        return np.stack(sums, -1) > _MIN_SQUARED_ERROR
 
 
 def add_prior_scaling(
-    exponents: np.ndarray,
-    prior_gradient: np.ndarray,
-    prior_hessian: BlockArrowMatrix,
-    factor: BlockArrowFactor,
+    scales: PriorScales, is_uncertain: np.ndarray, factor: BlockArrowFactor
 ) -> BlockArrowFactor:
     """Return a factor with the SDs and means of effects whose scale is uncertain.
 
-    :param exponents: those of the scales of these effects, shape ``(s, k, groupings)``. Where the
-        model multiplies effects by their scale, these are of the product.
+    :param is_uncertain: kinds of effects, shape ``(k, groupings)``.
     :param factor: with the centring of effects that the model multiplies by their scale.
     """
-    if not exponents.any():
-        return replace(factor, prior_scaling=None)
-    layout, units = prior_hessian.layout, np.eye(prior_hessian.layout.num_shared)
-    of_effects, _ = layout.split(prior_gradient)
-    has_groupings = factor.correlation is not None or factor.nesting is not None
-    if not has_groupings:
-        factors = _make_triangular(factor.effect_factors, exponents[..., 0] != 0.0)
-        factor = factor.replace_effect_factors(factors)
-    strips = prior_hessian.strips.multiply(units)
-    by_rows = np.zeros(strips.shape)
+    layout, units = scales.layout, np.eye(scales.layout.num_shared)
+    by_rows = np.zeros(scales.exponents.shape)
     if isinstance(factor.centering, PartialCentering):
         by_rows = -factor.centering.exponents.multiply(units)
-    slopes, couplings = -factor.shift_means(units), np.zeros(factor.effect_factors.shape)
-    shares, linear_shares, deviations, linear_deviations = np.zeros((4, *of_effects.shape))
-    for grouping, (columns, size) in enumerate(layout.groupings):
-        is_scaled, part = (exponents[:, :size, grouping] != 0.0).any(0), (slice(size), columns)
-        if not is_scaled.any():
-            slopes[:, *part] = 0.0
-            continue
-        precisions = _take(prior_hessian, np.arange(columns.start, columns.stop), size)
-        from_location = _solve(precisions, of_effects[part].T).T
-        of_location = -np.stack([_solve(precisions, x[part].T).T for x in strips])
-        prior_sds = 1.0 / np.sqrt(np.diagonal(precisions, axis1=1, axis2=2).T)
-        is_location = ~_are_linear(of_location / prior_sds, from_location / prior_sds)
-        of_location *= is_location[:, None, None]
-        # The products of effects with their scale have the location -c (1 + z), to first order.
-        of_mean = slopes[:, *part] - of_location + by_rows[:, *part] * from_location
-        factors = factor.effect_factors[:size, :size, columns]
-        sds = np.sqrt(np.square(factors).sum(1))
-        deviations[part] = np.where(is_scaled[:, None], from_location / sds, 0.0)
-        slopes[:, *part] = np.where(is_scaled[:, None], of_mean / sds, 0.0)
-        others = np.flatnonzero(~is_scaled)
-        for j in np.flatnonzero(is_scaled):
-            found = _condition_on(int(j), precisions, factors, from_location)
-            shares[j, columns], linear_shares[j, columns], linear_deviations[j, columns] = found
-            if not has_groupings:
-                of_others = -factors[others[:, None], others] * precisions[:, others, j].T[:, None]
-                couplings[others, j, columns] = of_others.sum(0) * sds[j]
+    exponents = scales.exponents + by_rows  # those of the products that have the prior's scale
+    exponents = np.where(spread_over_groups(layout, is_uncertain), exponents, 0.0)
+    if not exponents.any():
+        return replace(factor, prior_scaling=None)
+    has_groupings = factor.correlation is not None or factor.nesting is not None
+    if not has_groupings:
+        factors = _make_triangular(factor.effect_factors, (exponents != 0.0).any((0, 2)))
+        factor = factor.replace_effect_factors(factors)
+    factors, from_location = factor.effect_factors, scales.deviations
+    sds, is_scaled = np.sqrt(np.square(factors).sum(1)), (exponents != 0.0).any(0)
+    # The products of effects with their scale have the location -c (1 + z), to first order.
+    slopes = -factor.shift_means(units) - scales.compute_location_slopes() + by_rows * from_location
+    shares, linear_shares, linear_deviations = np.zeros((3, *sds.shape))
+    couplings, precisions = np.zeros(factors.shape), np.moveaxis(scales.hessian.blocks, 2, 0)
+    others = np.flatnonzero(~is_scaled.any(1))
+    for j in np.flatnonzero(is_scaled.any(1)):
+        found = _condition_on(int(j), precisions, factors, from_location)
+        shares[j], linear_shares[j], linear_deviations[j] = np.where(is_scaled[j], found, 0.0)
+        if not has_groupings:
+            of_others = -factors[others[:, None], others] * precisions[:, others, j].T[:, None]
+            couplings[others, j] = np.where(is_scaled[j], of_others.sum(0) * sds[j], 0.0)
     is_independent = np.abs(couplings).max() < _MIN_COUPLING
     scaling = PriorScaling(
-        SharedStrips.from_dense(spread_over_groups(layout, exponents)),
+        SharedStrips.from_dense(exponents),
         shares,
         linear_shares,
-        deviations,
+        np.where(is_scaled, from_location / sds, 0.0),
         linear_deviations,
-        SharedStrips.from_dense(slopes),
+        SharedStrips.from_dense(np.where(is_scaled, slopes / sds, 0.0)),
         None if is_independent else couplings,
     )
     return replace(factor, prior_scaling=scaling)
+
+
+def _standardise(blocks: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Return logarithms of the diagonals of precisions, and these scaled to a diagonal of one."""
+    diagonal = np.einsum("aag->ag", blocks)
+    roots = np.sqrt(diagonal)
+    return np.log(diagonal), blocks / roots[:, None] / roots
 
 
 def _condition_on(
@@ -192,12 +223,9 @@ def _condition_on(
     )
 
 
-def _make_triangular(factors: np.ndarray, is_scale: np.ndarray) -> np.ndarray:
-    """Return triangular factors of the same covariances, with effects that have scales first.
-
-    :param is_scale: whether each shared parameter is a scale of each effect, shape ``(s, k)``.
-    """
-    order = np.argsort(~is_scale.any(0), kind="stable")
+def _make_triangular(factors: np.ndarray, is_first: np.ndarray) -> np.ndarray:
+    """Return triangular factors of the same covariances, with some kinds of effects first."""
+    order = np.argsort(~is_first, kind="stable")
     covariances = np.einsum("acg,bcg->gab", factors, factors)
     ordered = np.linalg.cholesky(covariances[:, order[:, None], order])
     triangular = np.empty_like(factors)
@@ -205,48 +233,13 @@ def _make_triangular(factors: np.ndarray, is_scale: np.ndarray) -> np.ndarray:
     return triangular
 
 
-def _compute_shares(precisions: np.ndarray, factors: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Return the prior's shares of the precisions of effects, and their SDs, each ``(k, n)``.
-
-    :param precisions: of the prior, shape ``(n, k, k)``.
-    :param factors: of the effects' covariances, shape ``(k, k, n)``.
-    """
-    covariances = np.einsum("acg,bcg->gab", factors, factors)
-    shares = np.einsum("gab,gba->ag", precisions, covariances)
-    return np.clip(shares, 0.0, 1.0), np.sqrt(np.einsum("gaa->ag", covariances))
-
-
-def _are_linear(functions: np.ndarray, deviations: np.ndarray) -> np.ndarray:
-    """Return which functions ``(s, k, n)`` are the same linear function of each group's deviations.
-
-    The derivative of the location is not. What scales and correlations have in its place is.
-    """
-    targets = functions.transpose(2, 0, 1)
-    flat = targets.reshape(len(targets), -1)
-    coefficients, *_ = np.linalg.lstsq(deviations.T, flat, rcond=None)
-    errors = (flat - deviations.T @ coefficients).reshape(targets.shape)
-    sizes = np.linalg.norm(targets, axis=(0, 2))
-    return np.asarray(np.linalg.norm(errors, axis=(0, 2)) <= _MAX_REMAINDER * sizes)
-
-
-def _take(hessian: BlockArrowMatrix, groups: np.ndarray, size: int) -> np.ndarray:
-    """Return the blocks of the first effects of some groups, shape ``(n, size, size)``."""
-    return np.moveaxis(hessian.blocks[:size, :size, groups], 2, 0)
-
-
 def _solve(matrices: np.ndarray, vectors: np.ndarray) -> np.ndarray:
     """Return the products of inverses ``(n, k, k)`` with vectors ``(n, k)``."""
     return np.linalg.solve(matrices, vectors[..., None])[..., 0]
 
 
-def _is_proper(precisions: np.ndarray, gradients: np.ndarray) -> bool:
-    """Return whether all is finite, else LAPACK would raise, and precisions positive definite."""
-    is_finite = np.isfinite(precisions).all() and np.isfinite(gradients).all()
-    return bool(is_finite and np.linalg.eigvalsh(precisions).min() > 0.0)
-
-
-def _sample_groups(columns: slice) -> np.ndarray:
-    num_groups = columns.stop - columns.start
-    rng = np.random.default_rng(0)
-    sample = rng.choice(num_groups, min(num_groups, _MAX_GROUPS), replace=False)
-    return columns.start + np.sort(sample)
+def _are_positive(blocks: np.ndarray) -> bool:
+    """Return whether blocks ``(k, k, G)`` are finite and positive definite."""
+    if not np.isfinite(blocks).all():  # LAPACK would raise
+        return False
+    return bool(np.linalg.eigvalsh(np.moveaxis(blocks, 2, 0)).min() > 0.0)

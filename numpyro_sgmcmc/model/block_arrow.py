@@ -367,10 +367,6 @@ class SharedStrips:
         columns = np.argsort(is_zero, axis=0, kind="stable")[:num]
         return tuple(map(tuple, columns.tolist()))
 
-    def take_groups(self, groups: np.ndarray) -> SharedStrips:
-        """Return the strips of some groups."""
-        return replace(self, values=self.values[..., groups])
-
     def multiply(self, shared: Any) -> Any:
         """Return each group's strip times the shared parameters, shape ``(..., k, G)``."""
         if self.columns is None:

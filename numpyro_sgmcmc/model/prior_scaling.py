@@ -119,9 +119,9 @@ class PriorScaling:
         return np.asarray(factors * terms.ratios**0.5)
 
     def find_kinds(self, layout: BlockArrowLayout) -> np.ndarray:
-        """Return the exponents of each effect of the groupings, ``(s, k, groupings)``; in NumPy."""
-        exponents = self.exponents.multiply(np.eye(layout.num_shared))
-        return np.stack([exponents[..., columns.start] for columns, _ in layout.groupings], -1)
+        """Return the kinds of effects with such a scale, shape ``(k, groupings)``; in NumPy."""
+        has_scale = (self.exponents.multiply(np.eye(layout.num_shared)) != 0.0).any(0)
+        return np.stack([has_scale[:, columns].any(1) for columns, _ in layout.groupings], -1)
 
     def _evaluate(self, shared: Any) -> _Terms:
         z, xp = self.exponents.multiply(shared), jnp if isinstance(shared, jax.Array) else np

@@ -14,7 +14,7 @@ from numpyro_sgmcmc.adaptation import gradient_noise
 from numpyro_sgmcmc.adaptation.batched_gradients import BulkPositions
 from numpyro_sgmcmc.adaptation.conditional_effects import evaluate_prior
 from numpyro_sgmcmc.adaptation.hierarchical_fit import fit_hierarchy_from_each
-from numpyro_sgmcmc.adaptation.prior_scales import find_prior_exponents
+from numpyro_sgmcmc.adaptation.prior_scales import PriorScales
 from numpyro_sgmcmc.model.block_arrow import find_block_arrow_layout
 from numpyro_sgmcmc.model.gradient_estimators import (
     ControlVariate,
@@ -36,6 +36,8 @@ def make_prior(kind, b, c, x):
         return dist.Normal(b, jnp.exp(-c))
     if kind == "SDs of each group":
         return dist.Normal(b * x, x * jnp.exp(c))
+    if kind == "trend of groups":
+        return dist.Normal(0.0, jnp.exp(b * x + c))
     if kind == "heavy tails":
         return dist.StudentT(4.0, b, jnp.exp(c))
     assert kind == "correlated"
@@ -50,6 +52,7 @@ def make_prior(kind, b, c, x):
         ("variances", 0.5),
         ("precisions", -1.0),
         ("SDs of each group", 1.0),
+        ("trend of groups", 1.0),
         ("heavy tails", None),
         ("correlated", 1.0),
     ],
@@ -71,11 +74,25 @@ def test_exponents_are_those_of_normal_priors(kind, exponent):
     inputs = make_inputs(model, (y,), 100)
     layout = find_block_arrow_layout(inputs.potential, inputs.arguments)
     position = 0.5 * rng.standard_normal(layout.dim)
-    found = find_prior_exponents(*evaluate_prior(inputs, layout, position))
-    expected = np.zeros_like(found)
-    if exponent is not None:
-        expected[1] = exponent
-    np.testing.assert_allclose(found, expected, atol=1e-3)
+    scales = PriorScales.measure(
+        inputs, position, np.full(2, 0.5), *evaluate_prior(inputs, layout, position)
+    )
+    if exponent is None:  # the precision is that at the effects, which is negative for some
+        assert scales is None
+        return
+    expected = np.zeros_like(scales.exponents)
+    expected[1] = exponent if kind != "trend of groups" else 1.0
+    if kind == "trend of groups":
+        expected[0] = x
+    np.testing.assert_allclose(scales.exponents, expected, atol=1e-3)
+    assert scales.changes_correlation.tolist() == [kind == "correlated", False]
+    # A location b, or b x.
+    location = np.zeros_like(expected)
+    if kind in ("SDs", "variances", "precisions"):
+        location[0] = 1.0
+    if kind == "SDs of each group":
+        location[0] = x
+    np.testing.assert_allclose(scales.compute_location_slopes(), location, atol=2e-3)
 
 
 def make_model(is_centred):
