@@ -226,10 +226,11 @@ def _condition_on(
 def _make_triangular(factors: np.ndarray, is_first: np.ndarray) -> np.ndarray:
     """Return triangular factors of the same covariances, with some kinds of effects first."""
     order = np.argsort(~is_first, kind="stable")
-    covariances = np.einsum("acg,bcg->gab", factors, factors)
-    ordered = np.linalg.cholesky(covariances[:, order[:, None], order])
+    # F^T = Q R, so that R^T is a factor too. Its diagonal may be negative.
+    upper = np.linalg.qr(factors[order].transpose(2, 1, 0), mode="r")
+    signs = np.copysign(1.0, np.einsum("gaa->ga", upper))
     triangular = np.empty_like(factors)
-    triangular[order[:, None], order] = np.moveaxis(ordered, 0, 2)
+    triangular[order[:, None], order] = (upper * signs[..., None]).transpose(2, 1, 0)
     return triangular
 
 
