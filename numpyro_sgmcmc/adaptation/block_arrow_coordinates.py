@@ -33,7 +33,7 @@ from numpyro_sgmcmc.adaptation.effect_factors import (
     make_symmetric_factors,
 )
 from numpyro_sgmcmc.adaptation.marginal_mode import MarginalFit
-from numpyro_sgmcmc.adaptation.prior_scales import PriorScales, add_prior_scaling
+from numpyro_sgmcmc.adaptation.prior_scales import PriorSensitivity, add_prior_scaling
 from numpyro_sgmcmc.adaptation.settings import WarmupInputs
 from numpyro_sgmcmc.model.block_arrow import (
     BlockArrowFactor,
@@ -44,6 +44,7 @@ from numpyro_sgmcmc.model.block_arrow import (
     invert_factors,
 )
 from numpyro_sgmcmc.model.preconditioner import Preconditioner
+from numpyro_sgmcmc.model.prior_scaling import PriorScaling
 
 _REFACTOR_DISTANCE_SD = 1.0  # of a new center, beyond which effects of several groupings get new F
 
@@ -123,15 +124,12 @@ def recenter_block_arrow(
     of_prior, prior_hessian = evaluate_prior(inputs, layout, center)
     rows_gradient, of_rows = gradient - of_prior, hessian.subtract(prior_hessian)
     prior, rows = (of_prior, prior_hessian), (rows_gradient, of_rows)
-    if factor.sd_trend is None and scaling is None:
-        factor = _add_centering(inputs, factor, center, prior, rows)
-    else:  # the trend and the scales are those of effects with these fractions
+    if scaling is not None:
+        factor = _move_prior_scaling(inputs, factor, scaling, center, prior)
+    elif factor.sd_trend is not None:  # of effects with the same fractions
         factor = replace(factor, centering=factor.centering and factor.centering.move(center))
-        if scaling is not None:
-            sds = np.linalg.norm(factor.shared_factor, axis=1)
-            scales = PriorScales.measure(inputs, center, sds, *prior)
-            if scales is not None:
-                factor = add_prior_scaling(scales, scaling.find_kinds(layout), factor)
+    if factor.prior_scaling is None and factor.sd_trend is None:
+        factor = _add_centering(inputs, factor, center, prior, rows)
     if factor.centering is not None:
         of_rows = factor.centering.transform_hessian(of_rows, rows_gradient)
     recentered = Preconditioner(center, factor, gradient, of_rows)
@@ -150,31 +148,50 @@ def _add_centering(
     prior: tuple[np.ndarray, BlockArrowMatrix],
     rows: tuple[np.ndarray, BlockArrowMatrix],
 ) -> BlockArrowFactor:
-    """Return the factor with the centring of effects, and with scales that are uncertain.
+    """Return the factor with the centring of effects, and the scaling of those whose scale is
+    uncertain.
 
     :param prior: gradient and Hessian of the prior's part of the potential at the center.
     :param rows: those of the rows' part.
     """
-    by_rows, shared_sds = (
-        find_exponents(*rows, center),
-        np.linalg.norm(factor.shared_factor, axis=1),
-    )
-    scales = PriorScales.measure(inputs, center, shared_sds, *prior)
+    by_rows = find_exponents(*rows, center)
+    sensitivity = PriorSensitivity.measure(inputs, center, factor.shared_sds, *prior)
     is_uncertain = np.zeros(by_rows.shape[1:], bool)
-    if scales is not None:
+    if sensitivity is not None:
         of_effects = spread_over_groups(factor.layout, by_rows)
-        is_uncertain = scales.find_uncertain_kinds(factor, of_effects)
+        is_uncertain = sensitivity.find_uncertain_kinds(factor, of_effects)
     centering = find_centering(
         inputs.batched_gradients,
         *rows,
         center,
         np.diagonal(prior[1].blocks).T,
-        shared_sds,
+        factor.shared_sds,
         by_rows,
         is_uncertain,
     )
     factor = replace(factor, centering=centering)
-    return factor if scales is None else add_prior_scaling(scales, is_uncertain, factor)
+    if sensitivity is None:
+        return factor
+    return add_prior_scaling(sensitivity, is_uncertain, factor)
+
+
+def _move_prior_scaling(
+    inputs: WarmupInputs,
+    factor: BlockArrowFactor,
+    scaling: PriorScaling,
+    center: np.ndarray,
+    prior: tuple[np.ndarray, BlockArrowMatrix],
+) -> BlockArrowFactor:
+    """Return the factor with the same uncertain scales at another center.
+
+    It has none if the prior's Hessian is not positive there.
+    """
+    centering = factor.centering and factor.centering.move(center)
+    factor = replace(factor, centering=centering)
+    sensitivity = PriorSensitivity.measure(inputs, center, factor.shared_sds, *prior)
+    if sensitivity is None:
+        return factor
+    return add_prior_scaling(sensitivity, scaling.find_kinds(factor.layout), factor)
 
 
 def _factorize_groupings(

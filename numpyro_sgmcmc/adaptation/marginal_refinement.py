@@ -210,7 +210,7 @@ def _add_sd_trend(coordinates: Preconditioner, trend: np.ndarray) -> Preconditio
     :param trend: derivatives by the shared parameters, shape ``(s, k, G)``.
     """
     shared_factor, scaling = coordinates.factor.shared_factor, coordinates.factor.prior_scaling
-    if scaling is not None:  # which has the change with these scales
+    if scaling is not None:  # which already models the change with these scales
         trend = np.where(scaling.exponents.multiply(np.eye(len(trend))) != 0.0, 0.0, trend)
     # What the effects' precisions add to the curvature along a shared coordinate.
     squares = shared_factor.T @ np.tensordot(trend, trend, ((1, 2), (1, 2))) @ shared_factor

@@ -26,21 +26,23 @@ from numpyro_sgmcmc.model.block_arrow import (
 from numpyro_sgmcmc.model.partial_centering import PartialCentering
 from numpyro_sgmcmc.model.prior_scaling import PriorScaling
 
-# Numbers in all products with the prior's Hessian that determine the exponents: a bound on time.
-# With more, so many effects share a scale that it is hardly uncertain.
+# Numbers in all products with the prior's Hessian that determine the exponents: a bound on time,
+# a second on two cores.
 _MAX_PRODUCT_ENTRIES = 2**25
-# Difference of the change of log precisions to either side, relative to the change, up to which
-# they are linear; the change of correlations that is rounding; the exponents that count.
-_MAX_NONLINEARITY, _MAX_CORRELATION_CHANGE, _MIN_EXPONENT = 0.3, 1e-3, 0.05
-_MAX_STEP = 1.0  # of a shared parameter, in unconstrained space, of these changes
-_MIN_COUPLING = 1e-6  # in SDs of the effects, of priors that are not independent
-# Squared error of the linear means of all effects of a kind, in their SDs, one posterior SD of the
-# log scale from the center, from which on the scale is uncertain.
+# Log precisions are linear in a shared parameter if the sum of their changes to either side is at
+# most this fraction of the difference.
+_MAX_NONLINEARITY = 0.3
+_MAX_CORRELATION_CHANGE = 1e-3  # of standardised precisions, up to which it is rounding
+_MIN_EXPONENT = 0.05  # below it a parameter is no scale; 1 for the logarithm of an SD
+_MAX_STEP = 1.0  # of a shared parameter, in unconstrained space, for the changes
+_MIN_COUPLING = 1e-6  # in SDs of the effects; below it priors are independent
+# Threshold on the squared error of linear means, in SDs of the effects, summed over groups, at one
+# posterior SD of the log scale from the center.
 _MIN_SQUARED_ERROR = 0.1
 
 
 @dataclass(frozen=True)
-class PriorScales:
+class PriorSensitivity:
     """The prior of effects at a center, and how it changes with the shared parameters.
 
     - **gradient** - of the prior's part of the potential by effects, shape ``(k, G)``.
@@ -62,14 +64,14 @@ class PriorScales:
         shared_sds: np.ndarray,
         gradient: np.ndarray,
         hessian: BlockArrowMatrix,
-    ) -> PriorScales | None:
+    ) -> PriorSensitivity | None:
         """Measure the exponents, by the prior's Hessian one SD to either side of the center.
 
         :param gradient: of the prior's part of the potential at the center.
         :param hessian: of this part.
         :return: None if that would take long, or if the prior's precision is not positive.
         """
-        layout, probes = hessian.layout, hessian.layout.make_probes()
+        layout, probes = hessian.layout, hessian.layout.make_probes(with_shared=False)
         if 2 * layout.num_shared * probes.size > _MAX_PRODUCT_ENTRIES:
             return None
         of_effects, _ = layout.split(gradient)
@@ -139,18 +141,18 @@ class PriorScales:
 
 
 def add_prior_scaling(
-    scales: PriorScales, is_uncertain: np.ndarray, factor: BlockArrowFactor
+    sensitivity: PriorSensitivity, is_uncertain: np.ndarray, factor: BlockArrowFactor
 ) -> BlockArrowFactor:
     """Return a factor with the SDs and means of effects whose scale is uncertain.
 
     :param is_uncertain: kinds of effects, shape ``(k, groupings)``.
     :param factor: with the centring of effects that the model multiplies by their scale.
     """
-    layout, units = scales.layout, np.eye(scales.layout.num_shared)
-    by_rows = np.zeros(scales.exponents.shape)
+    layout, units = sensitivity.layout, np.eye(sensitivity.layout.num_shared)
+    by_rows = np.zeros(sensitivity.exponents.shape)
     if isinstance(factor.centering, PartialCentering):
         by_rows = -factor.centering.exponents.multiply(units)
-    exponents = scales.exponents + by_rows  # those of the products that have the prior's scale
+    exponents = sensitivity.exponents + by_rows  # those of the products that have the prior's scale
     exponents = np.where(spread_over_groups(layout, is_uncertain), exponents, 0.0)
     if not exponents.any():
         return replace(factor, prior_scaling=None)
@@ -158,12 +160,14 @@ def add_prior_scaling(
     if not has_groupings:
         factors = _make_triangular(factor.effect_factors, (exponents != 0.0).any((0, 2)))
         factor = factor.replace_effect_factors(factors)
-    factors, from_location = factor.effect_factors, scales.deviations
+    factors, from_location = factor.effect_factors, sensitivity.deviations
     sds, is_scaled = np.sqrt(np.square(factors).sum(1)), (exponents != 0.0).any(0)
-    # The products of effects with their scale have the location -c (1 + z), to first order.
-    slopes = -factor.shift_means(units) - scales.compute_location_slopes() + by_rows * from_location
+    # In the coordinates of `PartialCentering`, products have the location -c (1 + z).
+    slopes = (
+        -factor.shift_means(units) - sensitivity.compute_location_slopes() + by_rows * from_location
+    )
     shares, linear_shares, linear_deviations = np.zeros((3, *sds.shape))
-    couplings, precisions = np.zeros(factors.shape), np.moveaxis(scales.hessian.blocks, 2, 0)
+    couplings, precisions = np.zeros(factors.shape), np.moveaxis(sensitivity.hessian.blocks, 2, 0)
     others = np.flatnonzero(~is_scaled.any(1))
     for j in np.flatnonzero(is_scaled.any(1)):
         found = _condition_on(int(j), precisions, factors, from_location)
@@ -211,7 +215,7 @@ def _condition_on(
     linear_share = -2.0 * variance * (of_rows * solved).sum(1)
     forces = np.einsum("gab,bg->ga", totals, deviations)[:, others]
     linear_deviation = -np.sqrt(variance) * (forces * solved).sum(1)
-    # Rows whose Hessian is not positive give no variance: they are treated as independent ones.
+    # Where the conditional precision would not be positive, the formula of independent priors.
     rows_share = 1.0 - share - linear_share
     is_valid = (rows_share >= 0.0) & (share >= 0.0)
     is_valid &= linear_share**2 <= 4.0 * rows_share * share

@@ -395,7 +395,8 @@ def _measure_bias(
         if dynamics.has_constant_metric:  # else the SDE adapts its step to the position
             stiffness = [dynamics.stiffness(max(0.0, float(c))) for c in gradients.max_curvature]
             at_draws = gradients
-            if run.preconditioners[0].has_uncertain_scales:  # whose force has much noise
+            # Gradients in model coordinates may have infinite variance.
+            if run.preconditioners[0].has_uncertain_scales:
                 at_draws = gradients.to_coordinates(run.preconditioners[0])
             funnel_necks = find_funnel_necks(
                 at_draws.positions.reshape(-1, draws.shape[-1]),
@@ -575,12 +576,18 @@ def bias_corrected_samples(
     preconditioner = run.preconditioners[0]._replace(low_rank=None).cast(positions.dtype)
     center = positions.mean((0, 1))
     scale = jnp.asarray(correction, positions.dtype)
+    q_center = preconditioner.from_position(positions).mean((0, 1))
     constrain = run.make_constrain_fn()
 
+    def rescale(q: jax.Array) -> jax.Array:
+        return scale @ q if scale.ndim == 2 else scale * q
+
     def correct(position: jax.Array) -> dict[str, Any]:
+        if preconditioner.has_uncertain_scales:  # covariances are those of q
+            q = preconditioner.from_position(position)
+            return constrain(preconditioner.to_position(q_center + rescale(q - q_center)))
         q = preconditioner.solve(position - center)
-        q = scale @ q if scale.ndim == 2 else scale * q
-        return constrain(center + preconditioner.apply(q))
+        return constrain(center + preconditioner.apply(rescale(q)))
 
     samples = jax.vmap(jax.vmap(correct))(positions)
     if group_by_chain:

@@ -379,10 +379,11 @@ def estimate_bias_at_draws(
     """
     (num_chains, _, dim), low_rank = gradients.positions.shape, get_split_factor(preconditioner)
     preconditioner = preconditioner._replace(low_rank=low_rank)
-    if preconditioner.has_uncertain_scales:
-        gradients = gradients.to_coordinates(preconditioner)
     q, g = gradients.positions.reshape(-1, dim), gradients.gradients.reshape(-1, dim)
-    if not preconditioner.has_uncertain_scales:
+    if preconditioner.has_uncertain_scales:
+        q = preconditioner.from_position(q)
+        g = preconditioner.pull_back(q, g)
+    else:
         q, g = preconditioner.solve(q - preconditioner.center), preconditioner.apply_transpose(g)
     if low_rank is not None:
         q, g = low_rank.split(q), low_rank.split(g)

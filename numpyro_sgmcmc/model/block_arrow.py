@@ -595,6 +595,11 @@ class BlockArrowFactor:
         return not self.has_scales and self.centering is None
 
     @property
+    def shared_sds(self) -> np.ndarray:
+        """SDs of the shared parameters, shape ``(s,)``; for NumPy arrays."""
+        return np.asarray(np.linalg.norm(self.shared_factor, axis=1))
+
+    @property
     def has_scales(self) -> bool:
         """True if the effects' SDs change with the shared parameters: partial non-centring."""
         return self.sd_trend is not None or self.prior_scaling is not None
@@ -648,6 +653,7 @@ class BlockArrowFactor:
         """Return the gradient in linear coordinates, the inverse of :meth:`pull_back`, of a factor
         without :attr:`prior_scaling`.
         """
+        assert self.prior_scaling is None
         if self.sd_trend is None:
             return gradient
         effects, shared = self.layout.split(q)

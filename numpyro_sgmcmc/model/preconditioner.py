@@ -182,10 +182,10 @@ class Preconditioner(NamedTuple):
 
     @property
     def has_uncertain_scales(self) -> bool:
-        """True for a hierarchy in which a scale of effects may be near zero.
+        """True for a hierarchy in which a scale of effects is poorly determined.
 
-        Gradients by the coordinates of the model have no variance there: that by the mean of
-        effects grows as the inverse of their scale.
+        Gradients by the coordinates of a centred model have infinite variance if the posterior of
+        the scale reaches zero: that by the mean of effects grows as the inverse of their scale.
         """
         return self.is_block_arrow and self.factor.prior_scaling is not None
 

@@ -10,15 +10,16 @@ to :math:`w^2`. If the rows have a constant precision R about the effects, then 
   :math:`\tau_2` is the prior's share of the precision;
 - the deviation of its mean from the location of the prior is :math:`r(c - b + bw)`, with the
   deviation c at the center, and :math:`b = 0` for an independent prior;
-- the means of the other effects given this effect change with it by :math:`B + B'(w - 1)`, with
-  :math:`B' = -(R + P)_{aa}^{-1} P_{aj}` for the others a, and their covariance does not change.
+- the regression coefficients of the other effects a on this one are :math:`B + B'(w - 1)`, with
+  :math:`B' = -(R + P)_{aa}^{-1} P_{aj}`, and their covariance given this effect does not change.
 
 So if z has a wide posterior, SDs and means are far from linear functions of the shared parameters:
 for small scales the SD and the deviation vanish with the scale.
 
 With a triangular factor F of the group's covariance in which effect j is the first, its column is
 proportional to the covariances with this effect, so that the first two changes are those of one
-coordinate. All of this is exact for normal rows if one effect of a group has such a scale.
+coordinate. It is exact for normal rows, one grouping, one such effect per group and, if the prior
+has correlations, a fixed location.
 """
 
 from __future__ import annotations
@@ -33,7 +34,8 @@ import numpy as np
 
 from numpyro_sgmcmc.model.block_arrow import BlockArrowLayout, SharedStrips, multiply_blocks
 
-_MAX_LOG_SCALE = 20.0  # |z|, beyond which scales do not change: float32 would overflow
+# |z|, beyond which scales do not change: far from 44, where the square of w overflows in float32.
+_MAX_LOG_SCALE = 20.0
 
 
 @partial(
@@ -90,8 +92,8 @@ class PriorScaling:
         return (effects - terms.shifts) / terms.ratios**0.5
 
     def pull_back(self, effects: Any, shared: Any, of_effects: Any) -> tuple[Any, Any]:
-        """Return the gradient of the potential of coordinates, and what it adds to that of the
-        shared parameters, from the gradient by :meth:`to_linear`.
+        """Return the gradient of the potential by coordinates, and its contribution to the gradient
+        by the shared parameters, from the gradient by the result of :meth:`to_linear`.
 
         They include the log Jacobian determinant.
         """
@@ -100,11 +102,11 @@ class PriorScaling:
         if self.couplings is not None:
             of_sources = multiply_blocks(self.couplings, of_effects, transpose=True)
             deviations = terms.deviations + terms.shifts + effects * scales
-            by_z = of_sources * (self.deviations - terms.powers * deviations)
-            of_slopes = of_sources * (terms.powers - 1.0)
+            by_z = of_sources * (self.deviations - terms.inverse_scales * deviations)
+            of_slopes = of_sources * (terms.inverse_scales - 1.0)
             of_effects = of_effects + of_slopes
         of_effects_scaled = of_effects * scales
-        by_z = by_z + (of_effects_scaled * effects - 1.0) * terms.shares
+        by_z = by_z + (of_effects_scaled * effects - 1.0) * terms.slopes_of_log_sds
         by_z = by_z + of_effects * terms.slopes_of_shifts
         of_slopes = of_slopes + of_effects * (terms.ratios - 1.0)
         of_shared = self.exponents.sum_over_groups(by_z * terms.is_inside)
@@ -114,7 +116,7 @@ class PriorScaling:
         """Return factors of the effects' covariances at other shared parameters, ``(k, k, G)``."""
         terms = self._evaluate(shared)
         if self.couplings is not None:
-            changes = self.couplings * (terms.powers - 1.0)
+            changes = self.couplings * (terms.inverse_scales - 1.0)
             factors = factors + np.einsum("abg,bcg->acg", factors, changes)
         return np.asarray(factors * terms.ratios**0.5)
 
@@ -146,15 +148,17 @@ class _Terms(NamedTuple):
     """Functions of the shared parameters, each of shape ``(..., k, G)``."""
 
     z: Any
-    powers: Any  # w
+    inverse_scales: Any  # w
     is_inside: Any  # whether z is not clipped
     ratios: Any  # r
-    shares: Any  # derivatives of log SDs by z
+    slopes_of_log_sds: Any  # by z
     deviations: Any  # the linear deviations of the means from the location
     shifts: Any  # of the means, relative to the linear ones
-    slopes_of_shifts: Any  # derivatives by z
+    slopes_of_shifts: Any  # by z
 
     def compute_sources(self, scaling: PriorScaling, effects: Any) -> Any:
-        """Return what couplings multiply, without terms of first order that linear means have."""
+        """Return the deviations times w - 1, without terms of first order, which linear means
+        include.
+        """
         deviations = self.deviations + effects
-        return (self.powers - 1.0) * deviations + self.z * scaling.deviations
+        return (self.inverse_scales - 1.0) * deviations + self.z * scaling.deviations

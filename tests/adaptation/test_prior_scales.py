@@ -9,12 +9,12 @@ import pytest
 from numpyro.diagnostics import effective_sample_size
 from numpyro.infer import MCMC
 
-from numpyro_sgmcmc import SGHMCSplit
+from numpyro_sgmcmc import SGHMCSplit, bias_corrected_samples
 from numpyro_sgmcmc.adaptation import gradient_noise
 from numpyro_sgmcmc.adaptation.batched_gradients import BulkPositions
 from numpyro_sgmcmc.adaptation.conditional_effects import evaluate_prior
 from numpyro_sgmcmc.adaptation.hierarchical_fit import fit_hierarchy_from_each
-from numpyro_sgmcmc.adaptation.prior_scales import PriorScales
+from numpyro_sgmcmc.adaptation.prior_scales import PriorSensitivity
 from numpyro_sgmcmc.model.block_arrow import find_block_arrow_layout
 from numpyro_sgmcmc.model.gradient_estimators import (
     ControlVariate,
@@ -74,14 +74,14 @@ def test_exponents_are_those_of_normal_priors(kind, exponent):
     inputs = make_inputs(model, (y,), 100)
     layout = find_block_arrow_layout(inputs.potential, inputs.arguments)
     position = 0.5 * rng.standard_normal(layout.dim)
-    scales = PriorScales.measure(
+    scales = PriorSensitivity.measure(
         inputs, position, np.full(2, 0.5), *evaluate_prior(inputs, layout, position)
     )
     if exponent is None:  # the precision is that at the effects, which is negative for some
         assert scales is None
         return
     expected = np.zeros_like(scales.exponents)
-    expected[1] = exponent if kind != "trend of groups" else 1.0
+    expected[1] = exponent
     if kind == "trend of groups":
         expected[0] = x
     np.testing.assert_allclose(scales.exponents, expected, atol=1e-3)
@@ -273,6 +273,13 @@ def test_posterior_of_a_scale_that_reaches_zero(is_centred):
     )
     mcmc.run(jax.random.key(0), jnp.asarray(group), jnp.asarray(y, "f"), batch_size=BATCH_SIZE)
     scale = np.asarray(mcmc.get_samples(group_by_chain=True)["scale"], float)
+    corrected = bias_corrected_samples(mcmc)
+    if is_centred:  # effects given small scales have these
+        deviations = corrected["effect"] - corrected["mean"][:, None]
+        squares = np.square(deviations / corrected["scale"][:, None]).mean(1)
+        is_small = corrected["scale"] < np.quantile(corrected["scale"], 0.05)
+        assert 0.8 < np.median(squares[is_small]) < 1.2
+        assert squares[is_small].max() < 2.0
     for quantile, probability in zip(quantiles, probabilities, strict=True):
         is_below = (scale < quantile).astype(float)
         ess = effective_sample_size(is_below)
