@@ -9,7 +9,8 @@ import pytest
 from numpyro.diagnostics import effective_sample_size
 from numpyro.infer import MCMC
 
-from numpyro_sgmcmc import SGHMCSplit, bias_corrected_samples
+from numpyro_sgmcmc import SGHMCSplit
+from numpyro_sgmcmc.diagnostics import bias_corrected_samples
 from numpyro_sgmcmc.adaptation import gradient_noise
 from numpyro_sgmcmc.adaptation.batched_gradients import BulkPositions
 from numpyro_sgmcmc.adaptation.conditional_effects import evaluate_prior
