@@ -574,20 +574,24 @@ def bias_corrected_samples(
     positions = run.draws
     # Covariances are those of coordinates without the low-rank part.
     preconditioner = run.preconditioners[0]._replace(low_rank=None).cast(positions.dtype)
-    center = positions.mean((0, 1))
     scale = jnp.asarray(correction, positions.dtype)
-    q_center = preconditioner.from_position(positions).mean((0, 1))
     constrain = run.make_constrain_fn()
+    if preconditioner.has_uncertain_scales:
+        to_coordinates, to_position = preconditioner.from_position, preconditioner.to_position
+        center = to_coordinates(positions).mean((0, 1))
+    else:
+        mean, center = positions.mean((0, 1)), 0.0
 
-    def rescale(q: jax.Array) -> jax.Array:
-        return scale @ q if scale.ndim == 2 else scale * q
+        def to_coordinates(position: jax.Array) -> jax.Array:
+            return preconditioner.solve(position - mean)
+
+        def to_position(q: jax.Array) -> jax.Array:
+            return mean + preconditioner.apply(q)
 
     def correct(position: jax.Array) -> dict[str, Any]:
-        if preconditioner.has_uncertain_scales:  # covariances are those of q
-            q = preconditioner.from_position(position)
-            return constrain(preconditioner.to_position(q_center + rescale(q - q_center)))
-        q = preconditioner.solve(position - center)
-        return constrain(center + preconditioner.apply(rescale(q)))
+        q = to_coordinates(position) - center
+        q = scale @ q if scale.ndim == 2 else scale * q
+        return constrain(to_position(center + q))
 
     samples = jax.vmap(jax.vmap(correct))(positions)
     if group_by_chain:

@@ -10,12 +10,12 @@ from numpyro.diagnostics import effective_sample_size
 from numpyro.infer import MCMC
 
 from numpyro_sgmcmc import SGHMCSplit
-from numpyro_sgmcmc.diagnostics import bias_corrected_samples
 from numpyro_sgmcmc.adaptation import gradient_noise
 from numpyro_sgmcmc.adaptation.batched_gradients import BulkPositions
 from numpyro_sgmcmc.adaptation.conditional_effects import evaluate_prior
 from numpyro_sgmcmc.adaptation.hierarchical_fit import fit_hierarchy_from_each
 from numpyro_sgmcmc.adaptation.prior_scales import PriorSensitivity
+from numpyro_sgmcmc.diagnostics import bias_corrected_samples
 from numpyro_sgmcmc.model.block_arrow import find_block_arrow_layout
 from numpyro_sgmcmc.model.gradient_estimators import (
     ControlVariate,
