@@ -29,6 +29,7 @@ from numpyro_sgmcmc.model.prior_scaling import PriorScaling
 # Numbers in all products with the prior's Hessian that determine the exponents: a bound on time,
 # a second on two cores.
 _MAX_PRODUCT_ENTRIES = 2**25
+_MAX_COMPILED_ENTRIES = 2**18  # numbers in probes, up to which compilation takes longer
 # Log precisions are linear in a shared parameter if the sum of their changes to either side is at
 # most this fraction of the difference.
 _MAX_NONLINEARITY = 0.3
@@ -71,7 +72,10 @@ class PriorSensitivity:
         :param hessian: of this part.
         :return: None if that would take long, or if the prior's precision is not positive.
         """
-        layout, probes = hessian.layout, hessian.layout.make_probes(with_shared=False)
+        layout, probes = hessian.layout, hessian.layout.make_probes()
+        # The products of these probes are compiled, but those of effects alone are fewer.
+        if probes.size > _MAX_COMPILED_ENTRIES:
+            probes = layout.make_probes(with_shared=False)
         if 2 * layout.num_shared * probes.size > _MAX_PRODUCT_ENTRIES:
             return None
         of_effects, _ = layout.split(gradient)
