@@ -37,6 +37,7 @@ _MAX_NONLINEARITY = 0.3
 _MAX_CORRELATION_CHANGE = 1e-3  # of standardised precisions, up to which it is rounding
 _MIN_EXPONENT = 0.05  # below it a parameter is no scale; 1 for the logarithm of an SD
 _MAX_STEP = 1.0  # of a shared parameter, in unconstrained space, for the changes
+_MAX_SCALE_SD = 20.0  # of log scales; larger ones are uncertain too, and would overflow
 _MIN_COUPLING = 1e-6  # in SDs of the effects; below it priors are independent
 # Threshold on the squared error of linear means, in SDs of the effects, summed over groups, at one
 # posterior SD of the log scale from the center.
@@ -133,7 +134,7 @@ class PriorSensitivity:
         """
         exponents = self.exponents + by_rows
         shifts = np.tensordot(factor.shared_factor.T, exponents, 1)
-        scale_sds = np.sqrt(np.square(shifts).sum(0))
+        scale_sds = np.minimum(np.sqrt(np.square(shifts).sum(0)), _MAX_SCALE_SD)
         covariances = np.einsum("acg,bcg->abg", factor.effect_factors, factor.effect_factors)
         shares = np.einsum("abg,bag->ag", self.hessian.blocks, covariances).clip(0.0, 1.0)
         deviations = self.deviations / np.sqrt(np.einsum("aag->ag", covariances))
