@@ -169,26 +169,26 @@ def add_prior_scaling(
     factors, from_location = factor.effect_factors, sensitivity.deviations
     sds, is_scaled = np.sqrt(np.square(factors).sum(1)), (exponents != 0.0).any(0)
     # In the coordinates of `PartialCentering`, products have the location -c (1 + z).
-    slopes = (
+    deviation_slopes = (
         -factor.shift_means(units) - sensitivity.compute_location_slopes() + by_rows * from_location
     )
-    shares, linear_shares, linear_deviations = np.zeros((3, *sds.shape))
+    prior_shares, linear_shares, linear_deviations = np.zeros((3, *sds.shape))
     couplings, precisions = np.zeros(factors.shape), np.moveaxis(sensitivity.hessian.blocks, 2, 0)
     others = np.flatnonzero(~is_scaled.any(1))
     for j in np.flatnonzero(is_scaled.any(1)):
         found = _condition_on(int(j), precisions, factors, from_location)
-        shares[j], linear_shares[j], linear_deviations[j] = np.where(is_scaled[j], found, 0.0)
+        prior_shares[j], linear_shares[j], linear_deviations[j] = np.where(is_scaled[j], found, 0.0)
         if not has_groupings:
             of_others = -factors[others[:, None], others] * precisions[:, others, j].T[:, None]
             couplings[others, j] = np.where(is_scaled[j], of_others.sum(0) * sds[j], 0.0)
     is_independent = np.abs(couplings).max() < _MIN_COUPLING
     scaling = PriorScaling(
         SharedStrips.from_dense(exponents),
-        shares,
+        prior_shares,
         linear_shares,
         np.where(is_scaled, from_location / sds, 0.0),
         linear_deviations,
-        SharedStrips.from_dense(np.where(is_scaled, slopes / sds, 0.0)),
+        SharedStrips.from_dense(np.where(is_scaled, deviation_slopes / sds, 0.0)),
         None if is_independent else couplings,
     )
     return replace(factor, prior_scaling=scaling)

@@ -189,10 +189,11 @@ class Preconditioner(NamedTuple):
         """
         return self.is_block_arrow and self.factor.prior_scaling is not None
 
-    def to_site_scale(self, q: Any) -> Any:
-        """Return linear coordinates: those of the diagonal factor alone, each of which is a site's,
-        or those that a block-arrow factor maps to displacements. They are ``q`` where scales are
-        uncertain.
+    def to_report_coordinates(self, q: Any) -> Any:
+        """Return the coordinates whose moments `bias_report` compares with gradients.
+
+        They are those of the diagonal factor alone, each of which is a site's, or those that a
+        block-arrow factor maps linearly to displacements. Where scales are uncertain they are ``q``.
         """
         if self.has_uncertain_scales:
             return q
@@ -202,8 +203,8 @@ class Preconditioner(NamedTuple):
             return self.factor.to_linear(q)
         return q if self.low_rank is None else self.low_rank.apply(q)
 
-    def gradient_to_site_scale(self, q: Any, gradient: Any) -> Any:
-        """Return a gradient with respect to :meth:`to_site_scale` of ``q``, from one in ``q``."""
+    def gradient_to_report_coordinates(self, q: Any, gradient: Any) -> Any:
+        """Return a gradient with respect to :meth:`to_report_coordinates` of ``q``, from one in ``q``."""
         if self.has_uncertain_scales:
             return gradient
         if self.is_block_arrow:

@@ -42,11 +42,11 @@ _MAX_LOG_SCALE = 20.0
     jax.tree_util.register_dataclass,
     data_fields=[
         "exponents",
-        "shares",
+        "prior_shares",
         "linear_shares",
         "deviations",
         "linear_deviations",
-        "slopes",
+        "deviation_slopes",
         "couplings",
     ],
     meta_fields=[],
@@ -61,12 +61,12 @@ class PriorScaling:
     """
 
     exponents: SharedStrips  # derivatives of z
-    shares: Any  # tau_2
+    prior_shares: Any  # tau_2
     linear_shares: Any  # tau_1
     deviations: Any  # c
     linear_deviations: Any  # b
     # derivatives of the mean minus the location by the shared parameters, at the center
-    slopes: SharedStrips
+    deviation_slopes: SharedStrips
     # changes of the other effects' coordinates with the deviation, F_aa^-1 B', shape `(k, k, G)`;
     # None if priors are independent
     couplings: Any = None
@@ -97,20 +97,20 @@ class PriorScaling:
 
         They include the log Jacobian determinant.
         """
-        terms, by_z, of_slopes = self._evaluate(shared), 0.0, 0.0
+        terms, by_z, of_deviations = self._evaluate(shared), 0.0, 0.0
         scales = terms.ratios**0.5
         if self.couplings is not None:
             of_sources = multiply_blocks(self.couplings, of_effects, transpose=True)
             deviations = terms.deviations + terms.shifts + effects * scales
             by_z = of_sources * (self.deviations - terms.inverse_scales * deviations)
-            of_slopes = of_sources * (terms.inverse_scales - 1.0)
-            of_effects = of_effects + of_slopes
+            of_deviations = of_sources * (terms.inverse_scales - 1.0)
+            of_effects = of_effects + of_deviations
         of_effects_scaled = of_effects * scales
         by_z = by_z + (of_effects_scaled * effects - 1.0) * terms.slopes_of_log_sds
         by_z = by_z + of_effects * terms.slopes_of_shifts
-        of_slopes = of_slopes + of_effects * (terms.ratios - 1.0)
+        of_deviations = of_deviations + of_effects * (terms.ratios - 1.0)
         of_shared = self.exponents.sum_over_groups(by_z * terms.is_inside)
-        return of_effects_scaled, of_shared + self.slopes.sum_over_groups(of_slopes)
+        return of_effects_scaled, of_shared + self.deviation_slopes.sum_over_groups(of_deviations)
 
     def rescale_factors(self, factors: np.ndarray, shared: np.ndarray) -> np.ndarray:
         """Return factors of the effects' covariances at other shared parameters, ``(k, k, G)``."""
@@ -129,18 +129,26 @@ class PriorScaling:
         z, xp = self.exponents.multiply(shared), jnp if isinstance(shared, jax.Array) else np
         is_inside = abs(z) < _MAX_LOG_SCALE
         z = xp.clip(z, -_MAX_LOG_SCALE, _MAX_LOG_SCALE)
-        w, slopes = xp.exp(-z), self.slopes.multiply(shared)
-        of_rows = 1.0 - self.linear_shares - self.shares
-        ratios = 1.0 / (of_rows + w * (self.linear_shares + w * self.shares))
-        shares = ratios * w * (0.5 * self.linear_shares + w * self.shares)
+        w, slopes = xp.exp(-z), self.deviation_slopes.multiply(shared)
+        of_rows = 1.0 - self.linear_shares - self.prior_shares
+        ratios = 1.0 / (of_rows + w * (self.linear_shares + w * self.prior_shares))
+        slopes_of_log_sds = ratios * w * (0.5 * self.linear_shares + w * self.prior_shares)
         means = self.deviations + self.linear_deviations * (w - 1.0)
-        # Of the deviation, at the center.
-        slope = (self.linear_shares + 2.0 * self.shares) * self.deviations - self.linear_deviations
+        # Of the mean by z, at the center, where linear means have it.
+        slope = (self.linear_shares + 2.0 * self.prior_shares) * self.deviations
+        slope = slope - self.linear_deviations
         shifts = ratios * means - self.deviations + (ratios - 1.0) * slopes - slope * z * ratios
-        slopes_of_shifts = 2.0 * shares * (means + slopes - slope * z)
+        slopes_of_shifts = 2.0 * slopes_of_log_sds * (means + slopes - slope * z)
         slopes_of_shifts = ratios * (slopes_of_shifts - self.linear_deviations * w - slope)
         return _Terms(
-            z, w, is_inside, ratios, shares, self.deviations + slopes, shifts, slopes_of_shifts
+            z,
+            w,
+            is_inside,
+            ratios,
+            slopes_of_log_sds,
+            self.deviations + slopes,
+            shifts,
+            slopes_of_shifts,
         )
 
 

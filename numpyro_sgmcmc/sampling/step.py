@@ -116,7 +116,7 @@ def _run_chain_iteration(
     if config.adaptation.monitor_gradients.interval:
         temperatures = _compute_temperatures(config, state, dynamics, sums, final.dynamics_state)
         is_sampling = state.i >= config.num_warmup
-        position = preconditioner.to_site_scale(dynamics_state.position)
+        position = preconditioner.to_report_coordinates(dynamics_state.position)
         if (split_factor := get_split_factor(preconditioner)) is not None:
             assert split_sums is not None
             sums, position = split_sums, split_factor.split(dynamics_state.position)
@@ -305,7 +305,7 @@ def _scan_steps(
             )
         # The sums refer to sites' own coordinates, which low-rank factors would mix.
         sums = sums.add(
-            preconditioner.to_site_scale(q), preconditioner.gradient_to_site_scale(q, gradient)
+            preconditioner.to_report_coordinates(q), preconditioner.gradient_to_report_coordinates(q, gradient)
         )
         if split_factor is not None:
             split_sums = split_sums.add(split_factor.split(q), split_factor.split(gradient))
@@ -401,7 +401,7 @@ def _compute_temperatures(
         # The sums are about this iteration's center, which depends on the position: E[q' dU] = 1
         # holds about a fixed one.
         moved = preconditioner.solve(preconditioner.center - initial_center)
-        temperatures += preconditioner.to_site_scale(moved) * sums.gradient / sums.weight
+        temperatures += preconditioner.to_report_coordinates(moved) * sums.gradient / sums.weight
     if config.adaptation.has_dominant_mode:
         return temperatures
     kinetic_temperature = dynamics.kinetic_temperature(final_dynamics_state)

@@ -188,11 +188,11 @@ def test_gradient_is_that_of_the_transformed_density(kind):
     np.testing.assert_allclose(pulled_back, expected, rtol=1e-9, atol=1e-9)
     is_linear = kind == "trend"
     np.testing.assert_allclose(
-        preconditioner.gradient_to_site_scale(q, pulled_back),
+        preconditioner.gradient_to_report_coordinates(q, pulled_back),
         preconditioner.apply_transpose(gradient) if is_linear else pulled_back,
         atol=1e-9,
     )
-    site_scale = preconditioner.to_site_scale(q)
+    site_scale = preconditioner.to_report_coordinates(q)
     np.testing.assert_allclose(
         site_scale, preconditioner.solve(preconditioner.to_displacement(q)) if is_linear else q
     )

@@ -130,10 +130,10 @@ def test_gradient_is_that_of_the_transformed_density(make):
     np.testing.assert_allclose(pulled_back, expected, atol=1e-4 * size)
     # The report's coordinates are linear functions of the position.
     np.testing.assert_allclose(
-        preconditioner.to_site_scale(q),
+        preconditioner.to_report_coordinates(q),
         preconditioner.solve(preconditioner.to_position(q) - preconditioner.center),
     )
-    of_sites = preconditioner.gradient_to_site_scale(q, pulled_back)
+    of_sites = preconditioner.gradient_to_report_coordinates(q, pulled_back)
     np.testing.assert_allclose(of_sites, preconditioner.apply_transpose(gradient), atol=1e-9 * size)
 
 
