@@ -4,10 +4,10 @@
 latent value per row, and NUTS on the integrated models. Normal, beta-binomial and gamma-Poisson
 models are integrated exactly, binomial rows with a normal value by Gauss-Hermite quadrature at the
 mode of each value. Both methods draw 1,000 times in each of four chains, each in a separate
-process. NUTS is the reference: *means off* and *SDs off* are the largest error of a mean of a global
-variable in posterior SDs, and the errors of SDs, both in unconstrained space. They contain the Monte
-Carlo errors of both methods. *ESS* is the smallest of a global variable. CPU seconds include
-compilation.
+process. NUTS is the reference: *means off* and *SDs off* are the largest error of a mean of a
+global variable in posterior SDs, and the errors of SDs, both in unconstrained space. They contain
+the Monte Carlo errors of both methods. *ESS* is the smallest of a global variable. CPU seconds
+include compilation.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ import numpy as np
 import numpyro
 import numpyro.distributions as dist
 from jax.nn import sigmoid
-from jax.scipy.special import gammaln, logsumexp
+from jax.scipy.special import logsumexp
 from numpyro.diagnostics import effective_sample_size, split_gelman_rubin
 from numpyro.infer import MCMC, NUTS
 from timing import print_header, print_row
@@ -191,9 +191,7 @@ def integrate_places(
         0.0, logits + place[:, None, :, None]
     )
     # Relative to the mode, because the sum of large terms is rounded.
-    at_mode = y * (logits + mode[:, None]) - population * jnp.logaddexp(
-        0.0, logits + mode[:, None]
-    )
+    at_mode = y * (logits + mode[:, None]) - population * jnp.logaddexp(0.0, logits + mode[:, None])
     density = dist.Normal(0, ss).log_prob(place) + (log_prob - at_mode).sum((1, 3))
     log_weights = jnp.asarray(np.log(weights) + nodes**2 / 2, jnp.float32)[:, None]
     return logsumexp(density + log_weights, 0) + jnp.log(sd) + at_mode.sum((0, 2))

@@ -193,7 +193,8 @@ class Preconditioner(NamedTuple):
         """Return the coordinates whose moments `bias_report` compares with gradients.
 
         They are those of the diagonal factor alone, each of which is a site's, or those that a
-        block-arrow factor maps linearly to displacements. Where scales are uncertain they are ``q``.
+        block-arrow factor maps linearly to displacements. Where scales are uncertain, they are
+        ``q``.
         """
         if self.has_uncertain_scales:
             return q
@@ -204,7 +205,7 @@ class Preconditioner(NamedTuple):
         return q if self.low_rank is None else self.low_rank.apply(q)
 
     def gradient_to_report_coordinates(self, q: Any, gradient: Any) -> Any:
-        """Return a gradient with respect to :meth:`to_report_coordinates` of ``q``, from one in ``q``."""
+        """Return a gradient by :meth:`to_report_coordinates`, from one by ``q``."""
         if self.has_uncertain_scales:
             return gradient
         if self.is_block_arrow:

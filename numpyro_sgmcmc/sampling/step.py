@@ -305,7 +305,8 @@ def _scan_steps(
             )
         # The sums refer to sites' own coordinates, which low-rank factors would mix.
         sums = sums.add(
-            preconditioner.to_report_coordinates(q), preconditioner.gradient_to_report_coordinates(q, gradient)
+            preconditioner.to_report_coordinates(q),
+            preconditioner.gradient_to_report_coordinates(q, gradient),
         )
         if split_factor is not None:
             split_sums = split_sums.add(split_factor.split(q), split_factor.split(gradient))
