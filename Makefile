@@ -100,6 +100,7 @@ benchmarks: $(VENV)/.installed-examples
 	$(bin)/python benchmarks/many_weights.py
 	$(bin)/python benchmarks/leaks.py
 	$(bin)/python benchmarks/hierarchies.py
+	$(bin)/python benchmarks/local_latents.py
 	$(bin)/python benchmarks/sharding.py
 	$(bin)/python benchmarks/pages.py
 
