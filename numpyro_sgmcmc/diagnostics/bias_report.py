@@ -1,7 +1,8 @@
 """The bias report: how far a run's means and SDs are from the posterior's, measured in the run.
 
 ``run_data`` reads the run; ``stein_estimates`` and ``draw_gradients`` estimate the bias from its
-running sums and from gradients at draws; ``geometry`` finds heavy tails and funnel necks;
+running sums and from gradients at draws; ``geometry`` finds heavy tails and funnel necks, and
+``excursions`` draws outside of the posterior;
 :class:`BiasReport` holds the results, and ``diagnosis`` classifies and prints them.
 """
 
@@ -36,11 +37,17 @@ from numpyro_sgmcmc.diagnostics.draw_gradients import (
     compute_gradients_at_draws,
     predict_noise_mean_bias,
 )
+from numpyro_sgmcmc.diagnostics.excursions import find_excursions
 from numpyro_sgmcmc.diagnostics.function_bias import (
     check_differentiable,
     estimate_function_bias,
 )
-from numpyro_sgmcmc.diagnostics.geometry import FunnelNeck, TailTransform, find_funnel_necks
+from numpyro_sgmcmc.diagnostics.geometry import (
+    Excursion,
+    FunnelNeck,
+    TailTransform,
+    find_funnel_necks,
+)
 from numpyro_sgmcmc.diagnostics.predictive import DrawFunctions, get_draws_by_site
 from numpyro_sgmcmc.diagnostics.run_data import (
     ConvergenceStats,
@@ -95,6 +102,7 @@ class BiasReport:
         ``(2, d)``.
     :param heavy_tailed_coordinates: coordinates diagnosed after a tail transform, shape ``(k,)``.
     :param funnel_necks: high-curvature regions that the chains do not reach.
+    :param excursions: coordinates with draws far outside of the posterior.
     :param num_gradient_draws: number of draws at which gradients were computed after the run.
     :param noise_mean_bias: predicted bias of means by gradient noise, in posterior SDs, which the
         estimates include. Shape ``(d,)``, or ``(0,)`` if it was not predicted. NaN where third
@@ -127,6 +135,7 @@ class BiasReport:
     mcse: np.ndarray
     heavy_tailed_coordinates: np.ndarray
     funnel_necks: tuple[FunnelNeck, ...]
+    excursions: tuple[Excursion, ...]
     num_gradient_draws: int
     noise_mean_bias: np.ndarray
     model_warnings: tuple[ModelWarning, ...]
@@ -415,6 +424,7 @@ def _measure_bias(
         stein=stein,
         heavy_tailed_coordinates=tails.coordinates,
         funnel_necks=funnel_necks,
+        excursions=find_excursions(run, draws),
         num_gradient_draws=0 if gradients is None else gradients.num_draws,
         noise_mean_bias=noise_mean_bias.value,
     )

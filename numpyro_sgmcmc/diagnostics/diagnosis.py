@@ -69,7 +69,8 @@ class Diagnosis(StrEnum):
 
     - **NOT_CONVERGED** - R-hat is above 1.1, or chains were initialised in different modes.
     - **BIASED** - simultaneous 95% limits are beyond the tolerance (0.1 posterior SD for means, 5%
-      for SDs), a model warning reports bias, or chains do not reach a part of the posterior.
+      for SDs), a model warning reports bias, chains do not reach a part of the posterior, or some
+      draws are far outside of it.
     - **MULTIMODAL** - the warm-up has detected other modes.
     - **INCONCLUSIVE** - the limits do not exclude a bias of 0.2 SD for means or 15% for SDs, R-hat
       is above 1.05, the ESS is below 100, or the checks of pilot chains or funnels are unclear.
@@ -140,6 +141,8 @@ def diagnose_sites(report: BiasReport) -> list[SiteBias]:
         site = report.coordinate_names[funnel_neck.coordinate][0]
         diagnosis = Diagnosis.BIASED if funnel_neck.is_significant else Diagnosis.INCONCLUSIVE
         reported[site] = _worse(reported[site], diagnosis)
+    for excursion in report.excursions:
+        reported[report.coordinate_names[excursion.coordinate][0]] = Diagnosis.BIASED
     return [
         diagnose_site(
             site, np.array(indices), report.bias_estimates, report.convergence, reported[site]
@@ -265,6 +268,8 @@ def describe(report: BiasReport) -> str:
                 )
         sentences.append(problem)
     sentences += [warning.message for warning in report.model_warnings]
+    if report.excursions:
+        sentences.append(_describe_excursions(report))
     by_site: dict[str, list[FunnelNeck]] = {}
     for funnel_neck in report.funnel_necks:
         site_name = report.coordinate_names[funnel_neck.coordinate][0]
@@ -272,7 +277,10 @@ def describe(report: BiasReport) -> str:
     worst = [max(group, key=lambda n: n.missed_mass) for group in by_site.values()]
     if not is_step_too_large:
         sentences += [_describe_funnel_neck(report, funnel_neck) for funnel_neck in worst]
-    measured = [s for s in by_diagnosis[Diagnosis.BIASED] if describe_site_bias(s)]
+    # The bias of sites with excursions has one fix, and its estimate is not reliable.
+    explained = {report.coordinate_names[x.coordinate][0] for x in report.excursions}
+    biased = [s for s in by_diagnosis[Diagnosis.BIASED] if s.site not in explained]
+    measured = [s for s in biased if describe_site_bias(s)]
     sentences += [describe_site_bias(s) for s in measured[:_MAX_DESCRIBED_SITES]]
     if (num_others := len(measured) - _MAX_DESCRIBED_SITES) > 0:
         sentences.append(f"{num_others} more site{'s are' if num_others > 1 else ' is'} biased.")
@@ -364,6 +372,21 @@ def _describe_funnel_neck(report: BiasReport, funnel_neck: FunnelNeck) -> str:
         f"{100 * funnel_neck.missed_mass:.0f}% of the posterior mass is missed). Fix: "
         f"{parametrisation} of the variables that it scales, a prior that excludes such values, or "
         "a smaller step_size."
+    )
+
+
+def _describe_excursions(report: BiasReport) -> str:
+    """Describe the coordinates that have draws outside of the posterior, and how to avoid these."""
+    names = [report.coordinate_names[x.coordinate][1] for x in report.excursions]
+    excess, first = report.excursions[0].potential_excess, names[0]
+    ratio = f"e^-{excess:.0f} times that of the same draw with {first} at its median"
+    remedies = "a smaller step_size"
+    if report.gradient_noise_variance != 0.0:
+        remedies = f"a larger subsample_size, or {remedies}"
+    return (
+        f"Some draws are far outside of the posterior: {_list_first(names)}. The density of the "
+        f"farthest draw of {first} is {ratio if np.isfinite(excess) else 'zero'}. SDs are too "
+        f"large. Fix: {remedies}."
     )
 
 
@@ -617,7 +640,9 @@ def _format_notes(report: BiasReport) -> list[str]:
         f"Temperature (1 if exact): {temperatures}.",
         _format_noise_note(report),
     ]
-    if heavy := [report.coordinate_names[k][1] for k in report.heavy_tailed_coordinates]:
+    outside = {x.coordinate for x in report.excursions}
+    heavy_tailed = [k for k in report.heavy_tailed_coordinates if k not in outside]
+    if heavy := [report.coordinate_names[k][1] for k in heavy_tailed]:
         notes.append(
             f"Heavy tails, for which SDs are not meaningful: {_list_first(heavy)}. Their bias is "
             "that of a transform with lighter tails (arsinh)."

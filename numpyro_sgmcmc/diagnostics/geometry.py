@@ -1,4 +1,4 @@
-r"""Shapes of a posterior that need a separate diagnosis: heavy tails and funnels. NumPy only.
+r"""Draws that need a separate diagnosis: heavy tails, outlying draws and funnels. NumPy only.
 
 **Heavy tails.** A Cauchy variable has no SD, and the SD of its draws means nothing. The transform
 :math:`x = c + s \sinh y` gives it one: tails that fall off as a power become exponential.
@@ -20,6 +20,10 @@ from typing import NamedTuple
 
 import numpy as np
 
+# SDs, from quartiles, beyond which a draw is outlying: one of 4e11 normal draws is.
+_MIN_OUTLYING_DISTANCE = 7.0
+# SDs from the mean of the farthest draw of a coordinate whose quartiles are computed: saves time.
+_MIN_CANDIDATE_DISTANCE = 4.0
 # SD over that of a normal with the same 5% and 95% quantiles, beyond which tails are heavy. That of
 # a Laplace variable is 1.01, of a Student t with 4 and 3 degrees of freedom 1.09 and 1.21.
 _MIN_HEAVY_TAIL_SD_RATIO = 1.3
@@ -73,6 +77,41 @@ class TailTransform(NamedTuple):
         sinh = (positions[..., self.coordinates] - self.center) / self.scale
         cosh = np.sqrt(1.0 + np.square(sinh))
         return gradients[..., self.coordinates] * self.scale * cosh - sinh / cosh
+
+
+class OutlyingDraw(NamedTuple):
+    """The draw of a coordinate that is farthest from the median."""
+
+    coordinate: int  # index of the coordinate in the flat position
+    draw: int
+    median: float
+
+
+def find_outlying_draws(draws: np.ndarray, max_coordinates: int) -> list[OutlyingDraw]:
+    """Return the farthest draw of each coordinate that has outlying ones, the farthest first.
+
+    :param draws: shape ``(n, d)``.
+    """
+    mean, sd = draws.mean(0), draws.std(0)
+    ranges = np.maximum(draws.max(0) - mean, mean - draws.min(0))
+    coordinates = np.flatnonzero(ranges > _MIN_CANDIDATE_DISTANCE * sd)
+    candidates = draws[:, coordinates]
+    q25, medians, q75 = np.quantile(candidates, [0.25, 0.5, 0.75], axis=0)
+    scale = (q75 - q25) / _NORMAL_INTERQUARTILE_RANGE
+    distances = np.abs(candidates - medians) / np.where(scale > 0.0, scale, np.inf)
+    farthest, largest = distances.argmax(0), distances.max(0, initial=0.0)
+    return [
+        OutlyingDraw(int(coordinates[j]), int(farthest[j]), float(medians[j]))
+        for j in np.argsort(-largest, kind="stable")[:max_coordinates]
+        if largest[j] > _MIN_OUTLYING_DISTANCE
+    ]
+
+
+class Excursion(NamedTuple):
+    """A coordinate with draws far outside of the posterior."""
+
+    coordinate: int  # index of the coordinate in the flat position
+    potential_excess: float  # of the farthest draw over that with the coordinate at its median
 
 
 class FunnelNeck(NamedTuple):

@@ -29,7 +29,7 @@ import jax
 import numpy as np
 
 from numpyro_sgmcmc.adaptation.pilot import compute_r_hat
-from numpyro_sgmcmc.diagnostics.geometry import FunnelNeck, TailTransform
+from numpyro_sgmcmc.diagnostics.geometry import Excursion, FunnelNeck, TailTransform
 from numpyro_sgmcmc.diagnostics.run_data import ConvergenceStats
 from numpyro_sgmcmc.model.block_arrow import BlockArrowFactor
 from numpyro_sgmcmc.model.hessian_factor import HessianFactor
@@ -134,6 +134,7 @@ class BiasMeasurements(NamedTuple):
     stein: SteinEstimates
     heavy_tailed_coordinates: np.ndarray = np.zeros(0, int)
     funnel_necks: tuple[FunnelNeck, ...] = ()
+    excursions: tuple[Excursion, ...] = ()
     num_gradient_draws: int = 0
     noise_mean_bias: np.ndarray = np.zeros(0)
 

@@ -16,7 +16,7 @@ from numpyro_sgmcmc.diagnostics.diagnosis import (
     diagnose_site,
     format_r_hat,
 )
-from numpyro_sgmcmc.diagnostics.geometry import FunnelNeck
+from numpyro_sgmcmc.diagnostics.geometry import Excursion, FunnelNeck
 from numpyro_sgmcmc.diagnostics.run_data import ConvergenceStats
 from numpyro_sgmcmc.diagnostics.stein_estimates import BiasEstimate, Estimate
 from numpyro_sgmcmc.dynamics import UnderdampedLangevin
@@ -316,6 +316,17 @@ def test_funnel_neck_is_described_by_its_side(default_report, funnel_neck, keywo
     expected = "biased" if funnel_neck.is_significant else "inconclusive"
     assert {s.site: s.diagnosis for s in report.sites}["rate"] == expected
     assert ("LocScaleReparam" in report.diagnosis) == ("LocScaleReparam(0)" in keywords)
+
+
+def test_draws_outside_of_the_posterior_are_described_in_place_of_heavy_tails(noisy_report):
+    heavy = np.array([0, 2])
+    excursions = Excursion(2, 80.4), Excursion(1, 3.0)
+    report = replace(noisy_report, excursions=excursions, heavy_tailed_coordinates=heavy)
+    assert "outside of the posterior: rate, beta[1]." in report.diagnosis
+    assert "e^-80" in report.diagnosis
+    assert "larger subsample_size" in report.diagnosis
+    assert "Heavy tails, for which SDs are not meaningful: beta[0]." in str(report)
+    assert {s.diagnosis for s in report.sites} == {"biased"}
 
 
 @pytest.mark.parametrize("r_hat", [1.0, 1.5])
