@@ -1,13 +1,11 @@
 """Local latent variables, compared with NUTS on the model with these variables integrated out.
 
 ``python benchmarks/local_latents.py`` runs ``SGHMCSplit`` with no arguments on models with one
-latent value per row, and NUTS with a dense mass matrix on the integrated models. Normal,
-beta-binomial and gamma-Poisson models are integrated exactly, binomial rows with a normal value by
-Gauss-Hermite quadrature at the mode of each value. Both methods draw 1,000 times in each of four
-chains, each in a separate process. NUTS is the reference: *means off* and *SDs off* are the largest
-error of a mean of a global variable in posterior SDs, and the errors of SDs, both in unconstrained
-space. They contain the Monte Carlo errors of both methods. *ESS* is the smallest of a global
-variable. CPU seconds include compilation.
+latent value per row, and NUTS with a dense mass matrix on the integrated models. Both draw 1,000
+times in each of four chains, each in a separate process. NUTS is the reference: *means off* and
+*SDs off* are the largest error of a mean of a global variable in posterior SDs, and the errors of
+SDs, both in unconstrained space. They contain the Monte Carlo errors of both methods. *ESS* is the
+smallest of a global variable. CPU seconds include compilation.
 """
 
 from __future__ import annotations
@@ -28,16 +26,12 @@ import jax.numpy as jnp
 import numpy as np
 import numpyro
 import numpyro.distributions as dist
-from jax.nn import sigmoid
-from jax.scipy.special import logsumexp, xlogy
 from numpyro.diagnostics import effective_sample_size, split_gelman_rubin
 from numpyro.infer import MCMC, NUTS
 from timing import print_header, print_row
 
 from numpyro_sgmcmc import SGHMCSplit, bias_report
 
-_NUM_NODES = 9  # of the quadrature; with 15 a log likelihood changes by at most 0.001 (--check)
-_NUM_NEWTON_STEPS = 5  # from zero; the nodes need not be centred exactly at the mode
 _COLUMNS = {
     "rows": 34,
     "number": 7,
@@ -146,80 +140,11 @@ def _build_rates(rng: np.random.Generator) -> tuple[np.ndarray, ...]:
     return x.astype(np.float32), y.astype(np.float32)
 
 
-def _sample_deaths(num_ages: int, num_years: int) -> tuple[Any, Any]:
-    """Sample the global variables; return the logits without the place and the SD of places."""
-    a0, sa = numpyro.sample("a0", dist.Normal(-4, 3)), numpyro.sample("sa", dist.HalfNormal(1))
-    sb, ss = numpyro.sample("sb", dist.HalfNormal(0.1)), numpyro.sample("ss", dist.HalfNormal(1))
-    with numpyro.plate("age", num_ages, dim=-3):
-        al = numpyro.sample("al", dist.Normal(a0, sa))
-        be = numpyro.sample("be", dist.Normal(0, sb))
-    return al + be * (jnp.arange(num_years) - num_years / 2) / 5, ss
-
-
-def _deaths(population: Any, y: Any, batch_size: int | None = None) -> None:
-    num_ages, num_places, num_years = population.shape
-    logits, ss = _sample_deaths(num_ages, num_years)
-    age, year = numpyro.plate("age", num_ages, dim=-3), numpyro.plate("year", num_years, dim=-1)
-    with numpyro.plate("place", num_places, subsample_size=batch_size, dim=-2) as i:
-        place = numpyro.sample("place_effect", dist.Normal(0, ss))
-        with age, year:
-            rows = dist.Binomial(population[:, i], logits=logits + place)
-            numpyro.sample("y", rows, obs=y[:, i])
-
-
-def _integrated_deaths(population: Any, y: Any) -> None:
-    num_ages, _, num_years = population.shape
-    logits, ss = _sample_deaths(num_ages, num_years)
-    numpyro.factor("y", integrate_places(logits, ss, population, y).sum())
-
-
-def integrate_places(
-    logits: Any, ss: Any, population: Any, y: Any, num_nodes: int = _NUM_NODES
-) -> Any:
-    """Return the log likelihood of each place, with its effect integrated out."""
-    mode = jnp.zeros(y.shape[1])
-    for _ in range(_NUM_NEWTON_STEPS):
-        p = sigmoid(logits + mode[:, None])
-        slope = (y - population * p).sum((0, 2)) - mode / ss**2
-        curvature = (population * p * (1 - p)).sum((0, 2)) + 1 / ss**2
-        mode = mode + jnp.clip(slope / curvature, -1.0, 1.0)
-    # The nodes may be anywhere near the mode: no derivative goes through them.
-    mode, sd = jax.lax.stop_gradient((mode, 1 / jnp.sqrt(curvature)))
-    nodes, weights = np.polynomial.hermite_e.hermegauss(num_nodes)
-    place = mode + sd * jnp.asarray(nodes, jnp.float32)[:, None]  # (nodes, places)
-    density = dist.Normal(0, ss).log_prob(place)
-    density = density - _compute_deviance(logits + place[:, None, :, None], population, y)
-    log_weights = jnp.asarray(np.log(weights) + nodes**2 / 2, jnp.float32)[:, None]
-    return logsumexp(density + log_weights, 0) + jnp.log(sd)
-
-
-def _compute_deviance(logits: Any, population: Any, y: Any) -> Any:
-    """Return half the deviances of binomial rows, summed over ages and years.
-
-    The log likelihood itself is -3e6 here, and its rounding would disturb NUTS.
-    """
-    saturated = xlogy(y, y / population)
-    saturated = saturated + xlogy(population - y, 1 - y / population)
-    log_prob = y * logits - population * jnp.logaddexp(0.0, logits)
-    return (saturated - log_prob).sum((-3, -1))
-
-
-def _build_deaths(rng: np.random.Generator) -> tuple[np.ndarray, ...]:
-    num_ages, num_places, num_years = 8, 300, 8
-    al = np.linspace(-6, -2.5, num_ages)[:, None, None]
-    slopes = -0.02 + 0.01 * rng.normal(size=(num_ages, 1, 1))
-    place = 0.2 * rng.normal(size=(num_places, 1))
-    population = rng.integers(50, 3000, (num_ages, num_places, num_years))
-    share = 1 / (1 + np.exp(-(al + place + slopes * np.arange(num_years))))
-    return population, rng.binomial(population, share)
-
-
 PROBLEMS = {
     "normal": Problem(_normal, _integrated_normal, _build_normal, 100, 10_000),
     "normal, a column with 10 ones": Problem(_rare, _integrated_rare, _build_rare, 100, 10_000),
     "binomial, beta shares": Problem(_shares, _integrated_shares, _build_shares, 100, 5_000),
     "Poisson, gamma rates": Problem(_rates, _integrated_rates, _build_rates, 100, 5_000),
-    "64 binomials per row, normal": Problem(_deaths, _integrated_deaths, _build_deaths, 50, 300),
 }
 
 
@@ -237,7 +162,9 @@ def run(name: str, method: str) -> Outcome:
     problem = PROBLEMS[name]
     data = tuple(map(jnp.asarray, problem.build(np.random.default_rng(0))))
     is_nuts = method == "NUTS"
-    kernel: Any = NUTS(problem.integrated, dense_mass=True) if is_nuts else SGHMCSplit(problem.model)
+    kernel: Any = (
+        NUTS(problem.integrated, dense_mass=True) if is_nuts else SGHMCSplit(problem.model)
+    )
     settings: dict[str, Any] = {} if is_nuts else {"batch_size": problem.batch_size}
     mcmc = MCMC(
         kernel,
@@ -292,24 +219,11 @@ def compare(name: str, ours: Outcome, nuts: Outcome) -> None:
     print_row([cells[c] for c in _COLUMNS], _COLUMNS.values())
 
 
-def check_quadrature() -> None:
-    """Print the log likelihood of places with 9 and with 15 nodes."""
-    population, y = map(jnp.asarray, _build_deaths(np.random.default_rng(0)))
-    logits = jnp.linspace(-6, -2.5, 8)[:, None, None] * jnp.ones(8)
-    for ss in (0.1, 0.2, 0.4):
-        values = [integrate_places(logits, ss, population, y, n) for n in (_NUM_NODES, 15)]
-        print(ss, np.max(np.abs(np.asarray(values[0] - values[1]))), float(values[1].sum()))
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--problems", nargs="+", choices=PROBLEMS, default=list(PROBLEMS))
-    parser.add_argument("--check", action="store_true", help="only the error of the quadrature")
     parser.add_argument("--child", nargs=3, metavar=("PROBLEM", "METHOD", "FILE"))
     options = parser.parse_args()
-    if options.check:
-        check_quadrature()
-        return
     if options.child:
         name, method, file = options.child
         with warnings.catch_warnings():
