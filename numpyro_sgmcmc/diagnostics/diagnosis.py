@@ -385,8 +385,7 @@ def _describe_excursions(report: BiasReport) -> str:
         remedies = f"a larger subsample_size, or {remedies}"
     return (
         f"Some draws are far outside of the posterior: {_list_first(names)}. The density of the "
-        f"farthest draw of {first} is {ratio if np.isfinite(excess) else 'zero'}. SDs are too "
-        f"large. Fix: {remedies}."
+        f"farthest draw of {first} is {ratio if np.isfinite(excess) else 'zero'}. Fix: {remedies}."
     )
 
 

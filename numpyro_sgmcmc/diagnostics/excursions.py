@@ -32,8 +32,9 @@ def find_excursions(run: RunData, draws: np.ndarray) -> tuple[Excursion, ...]:
     """Return the coordinates that have draws far outside of the posterior, the clearest first.
 
     If there is one, all coordinates with outlying draws are included: the draw of a scale may be
-    likely given an effect that is far outside. It takes a pass over the rows if there are outlying draws. Not supported (and empty) for rows on
-    disk, randomised likelihoods, and chains in several modes.
+    likely given an effect that is far outside. The function takes a pass over the rows if there are
+    outlying draws. Not supported (and empty) for rows on disk, randomised likelihoods, and chains
+    in several modes.
 
     :param draws: in unconstrained space, shape ``(chains, n, d)``.
     """
