@@ -4,7 +4,7 @@ Rare, large gradients of a few observations, or steps that are unstable in a tai
 coordinate far from the posterior, from where it returns within some draws. Means hardly change, but
 SDs do, and the tails of draws then look like those of a posterior with heavy tails.
 
-The density tells them apart. Let x be a draw and x' the same draw with coordinate j at its median.
+The density distinguishes the two. Let x be a draw and x' the same draw with coordinate j at its median.
 Given the other coordinates, a draw of the posterior has :math:`U(x) - U(x') > t` with a probability
 of about :math:`e^{-t}` if the tails are exponential or lighter. If they fall off as a power, the
 potential grows as a logarithm, and the probability is about :math:`e^{-ta/(1 + a)}` for a Student t
@@ -54,9 +54,9 @@ def find_excursions(run: RunData, draws: np.ndarray) -> tuple[Excursion, ...]:
     of_draws, of_medians = np.split(np.asarray(potentials, np.float64), 2)
     rounding = _ROUNDING_ERRORS * np.finfo(potential.dtype).eps * np.abs(of_medians)
     threshold = 2.0 * np.log(flat.size / _MAX_FALSE_POSITIVE_RATE) + rounding
-    excesses = of_draws - of_medians
-    excesses[np.isnan(excesses)] = np.inf
-    if (excesses <= threshold).all():
+    increases = of_draws - of_medians
+    increases[np.isnan(increases)] = np.inf
+    if (increases <= threshold).all():
         return ()
-    order = np.argsort(-excesses, kind="stable")
-    return tuple(Excursion(outlying[k].coordinate, float(excesses[k])) for k in order)
+    order = np.argsort(-increases, kind="stable")
+    return tuple(Excursion(outlying[k].coordinate, float(increases[k])) for k in order)

@@ -59,13 +59,13 @@ def test_draw_outside_is_found_by_its_density(finished, exact_draws, distance, i
     assert [x.coordinate for x in found] == ([0, 1] if is_outside else [])
     if is_outside:
         of_median = (np.median(exact_draws[0, :, 0]) - mean) / POSTERIOR_SD
-        excess = 0.5 * (distance**2 - of_median**2)
-        assert found[0].potential_excess == pytest.approx(excess, rel=1e-3)
+        increase = 0.5 * (distance**2 - of_median**2)
+        assert found[0].potential_increase == pytest.approx(increase, rel=1e-3)
 
 
 def test_draws_without_finite_density_are_outside(finished, exact_draws):
     exact_draws[0, 7, 0] = 1e30
-    assert find_excursions(finished[0], exact_draws)[0].potential_excess == np.inf
+    assert find_excursions(finished[0], exact_draws)[0].potential_increase == np.inf
 
 
 @pytest.mark.slow
