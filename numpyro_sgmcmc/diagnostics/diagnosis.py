@@ -379,13 +379,15 @@ def _describe_excursions(report: BiasReport) -> str:
     """Describe the coordinates that have draws outside of the posterior, and how to avoid these."""
     names = [report.coordinate_names[x.coordinate][1] for x in report.excursions]
     increase, first = report.excursions[0].potential_increase, names[0]
-    ratio = f"e^-{increase:.0f} times that of the same draw with {first} at its median"
+    ratio = "zero"
+    if np.isfinite(increase):
+        ratio = f"e^-{increase:.0f} times that of the same draw with {first} at its median"
     remedies = "a smaller step_size"
     if report.gradient_noise_variance != 0.0:
         remedies = f"a larger subsample_size, or {remedies}"
     return (
         f"Some draws are far outside of the posterior: {_list_first(names)}. The density of the "
-        f"farthest draw of {first} is {ratio if np.isfinite(increase) else 'zero'}. Fix: {remedies}."
+        f"farthest draw of {first} is {ratio}. Fix: {remedies}."
     )
 
 

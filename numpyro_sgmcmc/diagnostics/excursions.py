@@ -4,12 +4,12 @@ Rare, large gradients of a few observations, or steps that are unstable in a tai
 coordinate far from the posterior, from where it returns within some draws. Means hardly change, but
 SDs do, and the tails of draws then look like those of a posterior with heavy tails.
 
-The density distinguishes the two. Let x be a draw and x' the same draw with coordinate j at its median.
-Given the other coordinates, a draw of the posterior has :math:`U(x) - U(x') > t` with a probability
-of about :math:`e^{-t}` if the tails are exponential or lighter. If they fall off as a power, the
-potential grows as a logarithm, and the probability is about :math:`e^{-ta/(1 + a)}` for a Student t
-distribution with a degrees of freedom: :math:`e^{-t/2}` for a Cauchy distribution. So with n draws
-of d coordinates, differences beyond :math:`2\log(nd)` by several nats do not occur.
+The density distinguishes the two. Let x be a draw and x' the same draw with coordinate j at its
+median. Given the other coordinates, a draw of the posterior has :math:`U(x) - U(x') > t` with a
+probability of about :math:`e^{-t}` if the tails are exponential or lighter. If they fall off as a
+power, the potential grows as a logarithm, and the probability is about :math:`e^{-ta/(1 + a)}` for
+a Student t distribution with a degrees of freedom: :math:`e^{-t/2}` for a Cauchy distribution. So
+with n draws of d coordinates, differences beyond :math:`2\log(nd)` by several nats do not occur.
 """
 
 from __future__ import annotations

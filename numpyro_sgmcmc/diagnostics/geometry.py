@@ -111,7 +111,8 @@ class Excursion(NamedTuple):
     """A coordinate with draws far outside of the posterior."""
 
     coordinate: int  # index of the coordinate in the flat position
-    potential_increase: float  # of the farthest draw over that with the coordinate at its median
+    # potential of the farthest draw minus that of this draw with the coordinate at its median
+    potential_increase: float
 
 
 class FunnelNeck(NamedTuple):
