@@ -142,7 +142,8 @@ def diagnose_sites(report: BiasReport) -> list[SiteBias]:
         diagnosis = Diagnosis.BIASED if funnel_neck.is_significant else Diagnosis.INCONCLUSIVE
         reported[site] = _worse(reported[site], diagnosis)
     for excursion in report.excursions:
-        reported[report.coordinate_names[excursion.coordinate][0]] = Diagnosis.BIASED
+        site = report.coordinate_names[excursion.coordinate][0]
+        reported[site] = _worse(reported[site], Diagnosis.BIASED)
     return [
         diagnose_site(
             site, np.array(indices), report.bias_estimates, report.convergence, reported[site]
@@ -268,7 +269,7 @@ def describe(report: BiasReport) -> str:
                 )
         sentences.append(problem)
     sentences += [warning.message for warning in report.model_warnings]
-    if report.excursions:
+    if report.excursions and not is_step_too_large:
         sentences.append(_describe_excursions(report))
     by_site: dict[str, list[FunnelNeck]] = {}
     for funnel_neck in report.funnel_necks:
@@ -279,6 +280,8 @@ def describe(report: BiasReport) -> str:
         sentences += [_describe_funnel_neck(report, funnel_neck) for funnel_neck in worst]
     # The bias of sites with excursions has one fix, and its estimate is not reliable.
     explained = {report.coordinate_names[x.coordinate][0] for x in report.excursions}
+    if any(w.kind in _REASON_OF_INVALIDITY for w in report.model_warnings):
+        explained = set()
     biased = [s for s in by_diagnosis[Diagnosis.BIASED] if s.site not in explained]
     measured = [s for s in biased if describe_site_bias(s)]
     sentences += [describe_site_bias(s) for s in measured[:_MAX_DESCRIBED_SITES]]
@@ -377,18 +380,23 @@ def _describe_funnel_neck(report: BiasReport, funnel_neck: FunnelNeck) -> str:
 
 def _describe_excursions(report: BiasReport) -> str:
     """Describe the coordinates that have draws outside of the posterior, and how to avoid these."""
-    names = [report.coordinate_names[x.coordinate][1] for x in report.excursions]
+    coordinates = [x.coordinate for x in report.excursions]
+    names = [f"`{report.coordinate_names[k][1]}`" for k in coordinates]
     increase, first = report.excursions[0].potential_increase, names[0]
     ratio = "zero"
     if np.isfinite(increase):
         ratio = f"e^-{increase:.0f} times that of the same draw with {first} at its median"
+    problem = (
+        f"Some draws of {_list_first(names)} are far outside of the posterior: the density of the "
+        f"farthest draw of {first} is {ratio}."
+    )
+    r_hat = np.fmax.reduce(report.r_hat[coordinates])
+    if report.has_many_divergences or r_hat > MAX_CONVERGED_R_HAT:
+        return problem  # which has another fix
     remedies = "a smaller step_size"
     if report.gradient_noise_variance != 0.0:
         remedies = f"a larger subsample_size, or {remedies}"
-    return (
-        f"Some draws are far outside of the posterior: {_list_first(names)}. The density of the "
-        f"farthest draw of {first} is {ratio}. Fix: {remedies}."
-    )
+    return f"{problem} Fix: {remedies}."
 
 
 def describe_site_bias(site_bias: SiteBias) -> str:

@@ -80,31 +80,34 @@ class TailTransform(NamedTuple):
 
 
 class OutlyingDraw(NamedTuple):
-    """The draw of a coordinate that is farthest from the median."""
+    """The draw of a coordinate that is farthest from the median on one side."""
 
     coordinate: int  # index of the coordinate in the flat position
     draw: int
     median: float
 
 
-def find_outlying_draws(draws: np.ndarray, max_coordinates: int) -> list[OutlyingDraw]:
-    """Return the farthest draw of each coordinate that has outlying ones, the farthest first.
+def find_outlying_draws(draws: np.ndarray, max_draws: int) -> list[OutlyingDraw]:
+    """Return the farthest draw on each side of each coordinate, of those that are outlying.
 
     :param draws: shape ``(n, d)``.
+    :param max_draws: of the list, which begins with the farthest in SDs.
     """
-    mean, sd = draws.mean(0), draws.std(0)
-    ranges = np.maximum(draws.max(0) - mean, mean - draws.min(0))
+    mean, sd, low, high = draws.mean(0), draws.std(0), draws.min(0), draws.max(0)
+    ranges = np.maximum(high - mean, mean - low)
     coordinates = np.flatnonzero(ranges > _MIN_CANDIDATE_DISTANCE * sd)
-    candidates = draws[:, coordinates]
-    q25, medians, q75 = np.quantile(candidates, [0.25, 0.5, 0.75], axis=0)
+    q25, medians, q75 = np.quantile(draws[:, coordinates], [0.25, 0.5, 0.75], axis=0)
     scale = (q75 - q25) / _NORMAL_INTERQUARTILE_RANGE
-    distances = np.abs(candidates - medians) / np.where(scale > 0.0, scale, np.inf)
-    farthest, largest = distances.argmax(0), distances.max(0, initial=0.0)
-    return [
-        OutlyingDraw(int(coordinates[j]), int(farthest[j]), float(medians[j]))
-        for j in np.argsort(-largest, kind="stable")[:max_coordinates]
-        if largest[j] > _MIN_OUTLYING_DISTANCE
-    ]
+    sides = np.concatenate([high[coordinates] - medians, medians - low[coordinates]])
+    distances = sides / np.tile(np.where(scale > 0.0, scale, np.inf), 2)
+    found = []
+    for k in np.argsort(-distances, kind="stable")[:max_draws]:
+        if distances[k] > _MIN_OUTLYING_DISTANCE:
+            is_low, j = divmod(int(k), len(coordinates))
+            column = draws[:, coordinates[j]]
+            draw = int(column.argmin() if is_low else column.argmax())
+            found.append(OutlyingDraw(int(coordinates[j]), draw, float(medians[j])))
+    return found
 
 
 class Excursion(NamedTuple):

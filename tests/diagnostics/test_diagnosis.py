@@ -318,15 +318,38 @@ def test_funnel_neck_is_described_by_its_side(default_report, funnel_neck, keywo
     assert ("LocScaleReparam" in report.diagnosis) == ("LocScaleReparam(0)" in keywords)
 
 
-def test_draws_outside_of_the_posterior_are_described_in_place_of_heavy_tails(noisy_report):
+def test_draws_outside_of_the_posterior_bias_their_site_only(default_report):
     heavy = np.array([0, 2])
     excursions = Excursion(2, 80.4), Excursion(1, 3.0)
-    report = replace(noisy_report, excursions=excursions, heavy_tailed_coordinates=heavy)
-    assert "outside of the posterior: rate, beta[1]." in report.diagnosis
-    assert "e^-80" in report.diagnosis
-    assert "larger subsample_size" in report.diagnosis
+    report = replace(default_report, heavy_tailed_coordinates=heavy, excursions=excursions[:1])
+    assert {s.site: s.diagnosis for s in report.sites} == {"beta": "ok", "rate": "biased"}
+    assert "Some draws of `rate` are far outside of the posterior" in report.diagnosis
+    assert "e^-80 times" in report.diagnosis
+    assert report.diagnosis.endswith("Fix: a larger subsample_size, or a smaller step_size.")
     assert "Heavy tails, for which SDs are not meaningful: beta[0]." in str(report)
-    assert {s.diagnosis for s in report.sites} == {"biased"}
+    assert "of `rate`, `beta[1]` are" in replace(report, excursions=excursions).diagnosis
+
+
+def test_bias_of_sites_with_draws_outside_of_the_posterior_has_one_fix(noisy_report):
+    report = replace(noisy_report, excursions=(Excursion(2, 80.4),))
+    assert "SDs of `rate` are" in noisy_report.diagnosis
+    assert "SDs of `rate` are" not in report.diagnosis
+    assert "SDs of `beta` are" in report.diagnosis
+
+
+@pytest.mark.parametrize("problem", ["r_hat", "divergences"])
+def test_chains_that_do_not_converge_have_the_fix_for_that(default_report, problem):
+    report = replace(default_report, excursions=(Excursion(2, np.inf),))
+    assert "larger subsample_size" in report.diagnosis
+    assert "the farthest draw of `rate` is zero." in report.diagnosis
+    if problem == "r_hat":
+        convergence = ConvergenceStats(np.full(3, 1.5), np.full(3, 500.0))
+        report = replace(report, convergence=convergence)
+        assert {s.diagnosis for s in report.sites} == {"not converged"}
+    else:
+        report = replace(report, num_divergences=1000)
+    assert "outside of the posterior" in report.diagnosis
+    assert "larger subsample_size" not in report.diagnosis
 
 
 @pytest.mark.parametrize("r_hat", [1.0, 1.5])
