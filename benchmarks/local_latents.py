@@ -33,13 +33,13 @@ from timing import print_header, print_row
 from numpyro_sgmcmc import SGHMCSplit, bias_report
 
 _COLUMNS = {
-    "rows": 34,
-    "number": 7,
+    "model": 34,
+    "rows": 7,
     "steps": 6,
     "CPU s": 6,
-    "NUTS": 6,
+    "CPU s of NUTS": 14,
     "ESS": 6,
-    "of NUTS": 8,
+    "ESS of NUTS": 12,
     "R-hat": 6,
     "means off": 10,
     "SDs off": 13,
@@ -204,13 +204,13 @@ def compare(name: str, ours: Outcome, nuts: Outcome) -> None:
         nuts_ess.append(np.min(effective_sample_size(reference)))
     sd_error = np.concatenate(sd_errors)
     cells = {
-        "rows": name,
-        "number": f"{PROBLEMS[name].num_rows:,}",
+        "model": name,
+        "rows": f"{PROBLEMS[name].num_rows:,}",
         "steps": ours.num_steps,
         "CPU s": f"{ours.cpu_seconds:.0f}",
-        "NUTS": f"{nuts.cpu_seconds:.0f}",
+        "CPU s of NUTS": f"{nuts.cpu_seconds:.0f}",
         "ESS": f"{min(ess):,.0f}",
-        "of NUTS": f"{min(nuts_ess):,.0f}",
+        "ESS of NUTS": f"{min(nuts_ess):,.0f}",
         "R-hat": f"{ours.r_hat:.3f}",
         "means off": f"{max(mean_errors):.2f}",
         "SDs off": f"{100 * sd_error.min():+.0f} to {100 * sd_error.max():+.0f}%",

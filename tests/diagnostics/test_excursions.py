@@ -86,7 +86,10 @@ def test_draws_without_finite_density_are_outside(finished, exact_draws):
     assert found == (0, np.inf)
 
 
-def test_density_that_is_not_finite_at_the_median_shows_nothing(finished, exact_draws, monkeypatch):
+@pytest.mark.parametrize("value", [np.nan, np.inf])
+def test_density_that_is_not_finite_at_the_median_shows_nothing(
+    finished, exact_draws, monkeypatch, value
+):
     exact_draws[0, 7, 0] = 1.0
 
     def evaluate(self, position):
