@@ -9,8 +9,8 @@ median. Given the other coordinates, a draw of the posterior has :math:`U(x) - U
 probability of about :math:`e^{-t}` if the tails are exponential or lighter. If they fall off as a
 power, the potential grows as a logarithm, and the probability is about :math:`e^{-ta/(1 + a)}` for
 a Student t distribution with a degrees of freedom: :math:`e^{-t/2}` for a Cauchy distribution. So
-with n draws of d coordinates, differences beyond :math:`2\log(nd)` by 14 nats occur in one run of a
-thousand.
+with n draws of d coordinates, differences beyond :math:`2\log(nd)` by 14 nats occur in at most one
+run of a thousand.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from numpyro_sgmcmc.diagnostics.run_data import RunData
 
 # Outlying draws that are examined, and values of the potential by row: bounds on time.
 _MAX_CANDIDATES, _MAX_ROW_VALUES = 16, 2**28
-# Draws of a Cauchy distribution, the heaviest tails that count, are beyond with this probability.
+# Probability that exact draws are reported if all coordinates have Cauchy distributions.
 _MAX_FALSE_POSITIVE_RATE = 1e-3
 # Bound on the rounding error of the potential, relative to it, in units of the machine precision.
 _ROUNDING_ERRORS = 16.0

@@ -70,9 +70,8 @@ def test_preconditioner_low_rank_maps_match_products_with_the_factor(scale):
     # Products of positions and gradients by coordinate do not depend on the diagonal's scale.
     g = rng.standard_normal((3, 6))
     model_products = preconditioner.apply(v) * g
-    scaled_products = preconditioner.to_report_coordinates(
-        v
-    ) * preconditioner.gradient_to_report_coordinates(v, preconditioner.apply_transpose(g))
+    scaled_g = preconditioner.gradient_to_report_coordinates(v, preconditioner.apply_transpose(g))
+    scaled_products = preconditioner.to_report_coordinates(v) * scaled_g
     np.testing.assert_allclose(scaled_products, model_products)
 
 
