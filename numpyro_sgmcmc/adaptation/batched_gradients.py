@@ -31,6 +31,7 @@ from numpyro_sgmcmc.adaptation.coupling import NO_COUPLING, Coupling
 from numpyro_sgmcmc.compilation import aot_compile
 from numpyro_sgmcmc.data.arguments import Arguments
 from numpyro_sgmcmc.data.subsampling import Indices, Plate, Subsampling
+from numpyro_sgmcmc.model.block_arrow import differentiate_twice
 from numpyro_sgmcmc.model.potential import IncludedRows, Potential
 from numpyro_sgmcmc.model.preconditioner import Preconditioner
 
@@ -341,6 +342,31 @@ def _sum_gradients_and_products(
 
 
 @partial(jax.jit, static_argnames="potential")
+def _sum_second_derivatives(
+    potential: Potential,
+    arguments: Arguments,
+    position: Array,
+    indices: Indices,
+    weights: Array,
+    directions: Array,
+) -> Array:
+    """Return weighted sums of second derivatives along directions of the gradients of the rows'
+    part of minibatches.
+    """
+
+    def add_minibatch(total: Array, xs: tuple[Indices, Array]) -> tuple[Array, None]:
+        indices, weight = xs
+
+        def rows_gradient(q: Array) -> Array:
+            return potential.rows_gradient(q, indices, arguments)
+
+        values = lax.map(partial(differentiate_twice, rows_gradient, position), directions)
+        return total + weight * values, None
+
+    return lax.scan(add_minibatch, jnp.zeros_like(directions), (indices, weights))[0]
+
+
+@partial(jax.jit, static_argnames="potential")
 def _evaluate_prior_products(
     potential: Potential, arguments: Arguments, position: Array, directions: Array
 ) -> tuple[Array, Array]:
@@ -612,6 +638,18 @@ class BatchedGradients:
     def large_pass_gradients(self, positions: np.ndarray) -> np.ndarray:
         """Return gradients on all rows, as :meth:`large_pass_products` does."""
         return self.large_pass_products(positions, np.zeros((0, positions.shape[1])))[0]
+
+    def large_pass_second_derivatives(
+        self, position: np.ndarray, directions: np.ndarray
+    ) -> np.ndarray:
+        """Return second derivatives along directions of the gradient of the rows' part, ``(n, d)``.
+
+        Not supported for sharded rows.
+        """
+        assert not self.arguments.sharded_arrays
+        calls = self._iter_large_pass_calls(position, directions)
+        sums = _call_ahead(_sum_second_derivatives, calls)
+        return np.sum([np.asarray(x, np.float64) for _, x in sums], 0)
 
     def prior_products(
         self, position: np.ndarray, directions: np.ndarray

@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from numpyro_sgmcmc.adaptation.block_differences import add_differences
+from numpyro_sgmcmc.adaptation.second_order_terms import add_terms_of
 from numpyro_sgmcmc.adaptation.conditional_effects import (
     NOT_FINITE,
     HierarchyFitError,
@@ -112,7 +112,6 @@ def recenter_block_arrow(
     no_effects = np.zeros((layout.effects_per_group, layout.num_groups))
     center = preconditioner.to_position(layout.merge(no_effects, mean))
     factor = factor.refit_shared(mean, scale)
-    differences = preconditioner.reference_hessian.differences
     gradient, hessian = evaluate_block_arrow(inputs, layout, center)
     if not (np.isfinite(gradient).all() and hessian.is_finite()):
         return None
@@ -133,11 +132,8 @@ def recenter_block_arrow(
     if factor.centering is not None:
         of_rows = factor.centering.transform_hessian(of_rows, rows_gradient)
     recentered = Preconditioner(center, factor, gradient, of_rows)
-    if differences is not None:
-        of_rows = add_differences(
-            inputs, recentered, of_rows, differences.columns, differences.steps
-        )
-        recentered = recentered._replace(reference_hessian=of_rows)
+    of_rows = add_terms_of(inputs, recentered, preconditioner.reference_hessian)
+    recentered = recentered._replace(reference_hessian=of_rows)
     return recentered if recentered.is_finite() else None
 
 

@@ -234,10 +234,12 @@ def measure_noise(
     }
 
 
-def measure_shared_noise(
+def measure_hierarchy_noise(
     bulk: BulkPositions, estimator: GradientEstimator, rng: np.random.Generator
-) -> np.ndarray:
-    """Measure the noise variance in each shared parameter of a hierarchy, in posterior SDs."""
+) -> tuple[float, np.ndarray]:
+    """Measure the mean noise variance of the effects of a hierarchy, in preconditioned coordinates,
+    and that in each shared parameter, in posterior SDs.
+    """
     preconditioner, positions = bulk.preconditioner, bulk.preconditioner.to_position(bulk.q)
     factor = preconditioner.factor
     sds = np.linalg.norm(factor.shared_factor, axis=1)
@@ -245,7 +247,8 @@ def measure_shared_noise(
     q = preconditioner.from_position(positions)
     bulk, num = _limit_noise_work(replace(bulk, preconditioner=preconditioner, q=q))
     (variances,) = _measure_noise_variances(bulk, num, [estimator], IIDSubsampling(), rng).values()
-    return factor.layout.take_shared(variances.mean(0))
+    effects, shared = factor.layout.split(variances.mean(0))
+    return float(effects.mean()), shared
 
 
 def _measure_noise_variances(

@@ -16,7 +16,7 @@ from itertools import chain
 import numpy as np
 
 from numpyro_sgmcmc.adaptation.block_arrow_coordinates import UnrefinedFit, build_coordinates
-from numpyro_sgmcmc.adaptation.block_differences import add_needed_differences
+from numpyro_sgmcmc.adaptation.second_order_terms import add_needed_terms
 from numpyro_sgmcmc.adaptation.conditional_effects import HierarchyFitError
 from numpyro_sgmcmc.adaptation.marginal_mode import (
     MAX_REFINED_SHARED,
@@ -53,7 +53,7 @@ def fit_hierarchy_from_each(
     has_pairs = unrefined.coordinates.reference_hessian.pairs is not None
     if not has_pairs and layout.num_shared <= MAX_REFINED_SHARED:
         first = refine_shared(inputs, unrefined)
-    first = first._replace(coordinates=add_needed_differences(inputs, first.coordinates))
+    first = first._replace(coordinates=add_needed_terms(inputs, first.coordinates))
     start_compilation(first.coordinates)
     for position in remaining:
         known = unrefined.coordinates

@@ -432,7 +432,59 @@ class BlockDifferences:
     pairs: tuple[GroupPairs, ...] = ()  # of each shared parameter, with several groupings
 
 
-@partial(_register, data_fields=["blocks", "strips", "corner", "pairs", "differences"])
+@partial(jax.tree_util.register_dataclass, data_fields=["values"], meta_fields=[])
+@dataclass(frozen=True)
+class EffectThirdDerivatives:
+    r"""Third derivatives of the potential by effects of the same group.
+
+    With the derivatives :math:`T_g` the gradient of the effects has the part of second order
+    :math:`\frac12 T_g(e_g, e_g)`. A minibatch of few rows of a group has large ones where the
+    likelihood is skewed, such as Poisson counts.
+    """
+
+    values: Any  # by pairs of effects b <= c and by one effect, shape `(k (k + 1) / 2, k, G)`
+
+    @staticmethod
+    def list_pairs(num_effects: int) -> list[tuple[int, int]]:
+        """Return the pairs of effects of a group."""
+        return [(b, c) for b in range(num_effects) for c in range(b, num_effects)]
+
+    @classmethod
+    def make_directions(cls, layout: BlockArrowLayout) -> np.ndarray:
+        """Return vectors along which second derivatives of gradients determine all values: sums of
+        two effects' probes, and single ones.
+        """
+        probes = layout.make_probes(with_shared=False)
+        pairs = cls.list_pairs(layout.effects_per_group)
+        return np.stack([probes[b] + (b != c) * probes[c] for b, c in pairs])
+
+    @classmethod
+    def from_directions(
+        cls, layout: BlockArrowLayout, second_derivatives: np.ndarray
+    ) -> EffectThirdDerivatives:
+        """Return the values from second derivatives of the gradient along these directions."""
+        effects, _ = layout.split(second_derivatives)
+        pairs = cls.list_pairs(layout.effects_per_group)
+        of_pair = dict(zip(pairs, effects, strict=True))
+        values = [
+            x if b == c else (x - of_pair[b, b] - of_pair[c, c]) / 2.0
+            for (b, c), x in of_pair.items()
+        ]
+        return cls(np.stack(values))
+
+    def expand(self, effects: Any) -> Any:
+        """Return the part of second order of the effects' gradient, shape ``(..., k, G)``."""
+        terms = (
+            values * (effects[..., b, :] * effects[..., c, :] / (1 + (b == c)))[..., None, :]
+            for values, (b, c) in zip(self.values, self.list_pairs(effects.shape[-2]), strict=True)
+        )
+        return sum(terms)
+
+
+@partial(
+    _register,
+    data_fields=["blocks", "strips", "corner", "pairs", "differences", "third_derivatives"],
+)
 @dataclass(frozen=True)
 class BlockArrowMatrix:
     """A symmetric block-arrow matrix."""
@@ -443,6 +495,7 @@ class BlockArrowMatrix:
     layout: BlockArrowLayout
     pairs: GroupPairs | None = None  # of several groupings
     differences: BlockDifferences | None = None
+    third_derivatives: EffectThirdDerivatives | None = None  # of a single grouping
 
     @classmethod
     def from_products(
@@ -458,9 +511,13 @@ class BlockArrowMatrix:
         return self.layout.merge(*self._multiply(*self.layout.split(v)))
 
     def expand(self, displacement: Any) -> Any:
-        """Return the product, with the terms of second order that :class:`BlockDifferences` has."""
+        """Return the product, with the terms of second order of :class:`BlockDifferences` and
+        :class:`EffectThirdDerivatives`.
+        """
         effects, shared = self.layout.split(displacement)
         of_effects, of_shared = self._multiply(effects, shared)
+        if self.third_derivatives is not None and self.third_derivatives.values is not None:
+            of_effects = of_effects + self.third_derivatives.expand(effects)
         if self.differences is None or self.differences.values is None:
             return self.layout.merge(of_effects, of_shared)
         columns, pairs = self.differences.columns, self.differences.pairs
@@ -500,7 +557,10 @@ class BlockArrowMatrix:
     def without_values(self) -> BlockArrowMatrix:
         """Return the structure alone: the noise of minibatches does not depend on the values."""
         differences = self.differences and BlockDifferences(None, None, self.differences.columns)
-        return BlockArrowMatrix(None, None, None, self.layout, differences=differences)
+        third = self.third_derivatives and EffectThirdDerivatives(None)
+        return BlockArrowMatrix(
+            None, None, None, self.layout, differences=differences, third_derivatives=third
+        )
 
     def subtract_second_order_of(
         self,
@@ -513,13 +573,20 @@ class BlockArrowMatrix:
         :param rows_gradient: gradient of the part of the minibatch's potential that depends on its
             rows, a function of the displacement.
         """
-        if self.differences is None:
+        if not self.has_second_order_terms:
             return gradient
         effects, shared = self.layout.split(displacement)
         no_shared = jnp.zeros_like(shared)
         tangents = self.layout.merge(effects, no_shared)
-        coordinates = self.difference_coordinates
         no_displacement = jnp.zeros(self.layout.dim, displacement.dtype)
+        if self.third_derivatives is not None:
+            second_derivative = partial(differentiate_twice, rows_gradient, no_displacement)
+            derivatives = jnp.vectorize(second_derivative, signature="(d)->(d)")(tangents)
+            of_effects, _ = self.layout.split(derivatives)
+            gradient = gradient - self.layout.merge(of_effects / 2.0, no_shared)
+        if self.differences is None:
+            return gradient
+        coordinates = self.difference_coordinates
         columns, steps = self.differences.columns, self.differences.steps
         for coordinate, column, step in zip(coordinates, columns, steps, strict=True):
             above, below = (
@@ -537,6 +604,11 @@ class BlockArrowMatrix:
             )
             gradient = gradient - terms
         return gradient
+
+    @property
+    def has_second_order_terms(self) -> bool:
+        """Whether :meth:`expand` has terms of second order."""
+        return self.differences is not None or self.third_derivatives is not None
 
     @property
     def difference_coordinates(self) -> np.ndarray:
@@ -801,6 +873,15 @@ class BlockArrowFactor:
             return effects
         flat = effects.reshape(*effects.shape[:-2], -1)
         return method(self.correlation, flat).reshape(effects.shape)
+
+
+def differentiate_twice(fn: Callable[[Any], Any], x: Any, direction: Any) -> Any:
+    """Return the second derivative of a function along a direction."""
+
+    def differentiate(x: Any) -> Any:
+        return jax.jvp(fn, (x,), (direction,))[1]
+
+    return jax.jvp(differentiate, (x,), (direction,))[1]
 
 
 def invert_factors(factors: np.ndarray) -> np.ndarray:

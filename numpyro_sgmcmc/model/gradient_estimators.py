@@ -16,7 +16,7 @@ With :math:`\tilde U` the minibatch potential, :math:`U` the full-data potential
   of weights (:mod:`~.hessian_factor`), and for hierarchies. In hierarchies both Hessians are of the
   rows' part of the potential, since the prior has no noise, and the gradient has terms of second
   order in the effects and some shared parameters, such as the scale of the rows
-  (:class:`~.block_arrow.BlockDifferences`).
+  (:class:`~.block_arrow.BlockDifferences`, :class:`~.block_arrow.EffectThirdDerivatives`).
 
 :data:`GRADIENT_ESTIMATORS` lists them by name, and :func:`make_gradient_fn` evaluates one.
 """
@@ -217,19 +217,25 @@ class SecondOrderControlVariate(GradientEstimator):
             (-step, weight),
         ]
         hessian = preconditioner.reference_hessian
-        if isinstance(hessian, BlockArrowMatrix) and hessian.differences is not None:
-            # Second derivatives along the effects' displacement; of the effects' gradients also
-            # along that of the parameters with differences.
+        if isinstance(hessian, BlockArrowMatrix) and hessian.has_second_order_terms:
+            # Second derivatives along the effects' displacement, of the parameters with
+            # differences and of the effects with third derivatives; of the effects' gradients also
+            # along the displacement of these parameters.
             effects, shared = hessian.layout.split(displacement)
             step = hessian.layout.merge(effects, np.zeros_like(shared)) / 2.0
             has_differences = np.zeros(displacement.size)
             has_differences[hessian.difference_coordinates] = 1.0
             is_effect = hessian.layout.merge(np.ones_like(effects), np.zeros_like(shared))
+            has_terms = has_differences + is_effect * (hessian.third_derivatives is not None)
+            points += [
+                (step, -2.0 * has_terms),
+                (-step, -2.0 * has_terms),
+                (np.zeros_like(q), 4.0 * has_terms),
+            ]
+            if hessian.differences is None:
+                return points
             shared_step = has_differences * displacement / 2.0
             points += [
-                (step, -2.0 * has_differences),
-                (-step, -2.0 * has_differences),
-                (np.zeros_like(q), 4.0 * has_differences),
                 (step + shared_step, -is_effect),
                 (step - shared_step, is_effect),
                 (-step + shared_step, is_effect),

@@ -11,8 +11,8 @@ import pytest
 
 from numpyro_sgmcmc.adaptation.batched_gradients import BulkPositions
 from numpyro_sgmcmc.adaptation.block_arrow_coordinates import recenter_block_arrow
-from numpyro_sgmcmc.adaptation.block_differences import add_differences
-from numpyro_sgmcmc.adaptation.gradient_noise import measure_shared_noise
+from numpyro_sgmcmc.adaptation.second_order_terms import add_differences
+from numpyro_sgmcmc.adaptation.gradient_noise import measure_hierarchy_noise
 from numpyro_sgmcmc.adaptation.hierarchical_fit import fit_hierarchy_from_each
 from numpyro_sgmcmc.model.block_arrow import find_block_arrow_layout
 from numpyro_sgmcmc.model.gradient_estimators import (
@@ -94,7 +94,7 @@ def test_crossed_effects_have_differences_of_pairs_of_groups():
         preconditioner = fit._replace(reference_hessian=hessian)
         bulk = BulkPositions(inputs.batched_gradients, preconditioner, q)
         rng = np.random.default_rng(2)
-        return measure_shared_noise(bulk, SecondOrderControlVariate(), rng)
+        return measure_hierarchy_noise(bulk, SecondOrderControlVariate(), rng)
 
     assert measure(replace(hessian, differences=None)).max() > 0.2
     assert measure(hessian).max() < 0.1 * measure(replace(hessian, differences=None)).max()
@@ -130,7 +130,7 @@ def test_differences_remove_the_noise_and_follow_the_center():
         at = preconditioner._replace(reference_hessian=hessian)
         bulk = BulkPositions(inputs.batched_gradients, at, q)
         rng = np.random.default_rng(2)
-        return measure_shared_noise(bulk, SecondOrderControlVariate(), rng)
+        return measure_hierarchy_noise(bulk, SecondOrderControlVariate(), rng)
 
     before, after = measure(replace(hessian, differences=None)), measure(hessian)
     assert before[ROW_SCALE] > 0.2

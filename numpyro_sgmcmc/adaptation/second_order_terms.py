@@ -1,10 +1,13 @@
 """Terms of second order in the gradients of a hierarchy with many effects of few rows each.
 
-The gradient of the scale of the rows sums the squared displacements of all effects, and the
-effects' curvature changes with this scale. The second-order control variate expands gradients to
-first order, so that minibatches add much noise to both. :class:`~.block_arrow.BlockDifferences` of
-these parameters remove it; each costs about two products with the blocks in a step, and one with
-the blocks of pairs of groups where there are several groupings.
+The second-order control variate expands gradients to first order. What is left has much noise in
+two places. The gradient of the scale of the rows sums the squared displacements of all effects, and
+the effects' curvature changes with this scale: :class:`~.block_arrow.BlockDifferences` of such
+parameters remove this noise. Each costs about two products with the blocks in a step, and one with
+the blocks of pairs of groups where there are several groupings. Where the rows' likelihood is
+skewed, such as that of counts, the curvature changes with the effects themselves: their
+:class:`~.block_arrow.EffectThirdDerivatives` remove this noise, which has heavy tails where a
+minibatch has few rows of a group.
 """
 
 from __future__ import annotations
@@ -15,12 +18,13 @@ import numpy as np
 
 from numpyro_sgmcmc.adaptation.batched_gradients import BulkPositions
 from numpyro_sgmcmc.adaptation.effect_correlation import sum_row_couplings
-from numpyro_sgmcmc.adaptation.gradient_noise import measure_shared_noise
+from numpyro_sgmcmc.adaptation.gradient_noise import measure_hierarchy_noise
 from numpyro_sgmcmc.adaptation.settings import WarmupInputs
 from numpyro_sgmcmc.model.block_arrow import (
     BlockArrowLayout,
     BlockArrowMatrix,
     BlockDifferences,
+    EffectThirdDerivatives,
     GroupPairs,
 )
 from numpyro_sgmcmc.model.gradient_estimators import SecondOrderControlVariate
@@ -30,12 +34,15 @@ from numpyro_sgmcmc.model.preconditioner import Preconditioner
 # Noise variance of a shared parameter's gradient, in units of its posterior SD, from which on the
 # parameter has differences, and the fraction of it that these may leave.
 _MIN_NOISE_VARIANCE, _MAX_REMAINING_FRACTION = 0.2, 0.5
+# Mean noise variance of the effects from which on they have third derivatives.
+_MIN_EFFECT_NOISE_VARIANCE = 0.05
+_MAX_EFFECTS_OF_THIRD_DERIVATIVES = 4  # per group k, a bound on memory: k^3 numbers of each group
 _MAX_NUM_DIFFERENCES = 4  # shared parameters, a bound on memory and on the cost of a step
 _NUM_POSITIONS = 4  # draws of the normal fit, at which the noise is measured
 
 
-def add_needed_differences(inputs: WarmupInputs, fit: Preconditioner) -> Preconditioner:
-    """Return the coordinates of a fit with differences for the shared parameters that need them."""
+def add_needed_terms(inputs: WarmupInputs, fit: Preconditioner) -> Preconditioner:
+    """Return the coordinates of a fit with the terms of second order whose noise matters."""
     potential, estimator = inputs.potential, SecondOrderControlVariate()
     if not potential.has_minibatches or inputs.settings.estimator not in (None, estimator):
         return fit
@@ -46,21 +53,60 @@ def add_needed_differences(inputs: WarmupInputs, fit: Preconditioner) -> Precond
     bulk = BulkPositions(
         inputs.batched_gradients, fit, rng.standard_normal((_NUM_POSITIONS, potential.dim))
     )
-    noise = measure_shared_noise(bulk, estimator, rng)
-    if noise.max() < _MIN_NOISE_VARIANCE:
+    of_effects, noise = measure_hierarchy_noise(bulk, estimator, rng)
+    can_have_third_derivatives = (
+        len(layout.groupings) == 1
+        and layout.effects_per_group <= _MAX_EFFECTS_OF_THIRD_DERIVATIVES
+        and not inputs.batched_gradients.arguments.sharded_arrays
+    )
+    has_noisy_effects = can_have_third_derivatives and of_effects >= _MIN_EFFECT_NOISE_VARIANCE
+    if noise.max() < _MIN_NOISE_VARIANCE and not has_noisy_effects:
         return fit
     steps = np.linalg.norm(fit.factor.shared_factor, axis=1)  # posterior SDs
     all_columns = tuple(range(layout.num_shared))
-    structure = BlockDifferences(None, None, all_columns)
-    trial = fit._replace(reference_hessian=replace(hessian, differences=structure))
-    remaining = measure_shared_noise(replace(bulk, preconditioner=trial), estimator, rng)
-    is_needed = (noise >= _MIN_NOISE_VARIANCE) & (remaining <= _MAX_REMAINING_FRACTION * noise)
+    structure = replace(
+        hessian,
+        differences=BlockDifferences(None, None, all_columns),
+        third_derivatives=EffectThirdDerivatives(None) if has_noisy_effects else None,
+    )
+    trial = fit._replace(reference_hessian=structure)
+    of_effects_left, left = measure_hierarchy_noise(
+        replace(bulk, preconditioner=trial), estimator, rng
+    )
+    if has_noisy_effects and of_effects_left <= _MAX_REMAINING_FRACTION * of_effects:
+        hessian = add_third_derivatives(inputs, fit, hessian)
+    is_needed = (noise >= _MIN_NOISE_VARIANCE) & (left <= _MAX_REMAINING_FRACTION * noise)
     noisiest = np.argsort(-np.where(is_needed, noise, 0.0), kind="stable")
     columns = tuple(sorted(noisiest[: min(is_needed.sum(), _MAX_NUM_DIFFERENCES)].tolist()))
-    if not columns:
-        return fit
-    hessian = add_differences(inputs, fit, hessian, columns, steps[list(columns)])
+    if columns:
+        hessian = add_differences(inputs, fit, hessian, columns, steps[list(columns)])
     return fit._replace(reference_hessian=hessian)
+
+
+def add_terms_of(
+    inputs: WarmupInputs, fit: Preconditioner, previous: BlockArrowMatrix
+) -> BlockArrowMatrix:
+    """Return the Hessian of a fit with the kinds of terms that it had at a previous center."""
+    hessian, differences = fit.reference_hessian, previous.differences
+    if previous.third_derivatives is not None:
+        hessian = add_third_derivatives(inputs, fit, hessian)
+    if differences is not None:
+        hessian = add_differences(inputs, fit, hessian, differences.columns, differences.steps)
+    return hessian
+
+
+def add_third_derivatives(
+    inputs: WarmupInputs, fit: Preconditioner, hessian: BlockArrowMatrix
+) -> BlockArrowMatrix:
+    """Return a Hessian with the third derivatives by effects of the rows' part of the potential.
+
+    :param fit: with the center of the derivatives.
+    """
+    directions = EffectThirdDerivatives.make_directions(hessian.layout)
+    center = fit.center.astype(inputs.potential.dtype)
+    found = inputs.batched_gradients.large_pass_second_derivatives(center, directions)
+    third_derivatives = EffectThirdDerivatives.from_directions(hessian.layout, found)
+    return replace(hessian, third_derivatives=third_derivatives)
 
 
 def add_differences(
