@@ -13,7 +13,6 @@ from typing import NamedTuple
 
 import numpy as np
 
-from numpyro_sgmcmc.adaptation.second_order_terms import add_terms_of
 from numpyro_sgmcmc.adaptation.conditional_effects import (
     NOT_FINITE,
     HierarchyFitError,
@@ -34,6 +33,7 @@ from numpyro_sgmcmc.adaptation.effect_factors import (
 )
 from numpyro_sgmcmc.adaptation.marginal_mode import MarginalFit
 from numpyro_sgmcmc.adaptation.prior_scales import PriorSensitivity, add_prior_scaling
+from numpyro_sgmcmc.adaptation.second_order_terms import add_terms_of
 from numpyro_sgmcmc.adaptation.settings import WarmupInputs
 from numpyro_sgmcmc.model.block_arrow import (
     BlockArrowFactor,

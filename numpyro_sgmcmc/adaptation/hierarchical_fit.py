@@ -16,7 +16,6 @@ from itertools import chain
 import numpy as np
 
 from numpyro_sgmcmc.adaptation.block_arrow_coordinates import UnrefinedFit, build_coordinates
-from numpyro_sgmcmc.adaptation.second_order_terms import add_needed_terms
 from numpyro_sgmcmc.adaptation.conditional_effects import HierarchyFitError
 from numpyro_sgmcmc.adaptation.marginal_mode import (
     MAX_REFINED_SHARED,
@@ -25,6 +24,7 @@ from numpyro_sgmcmc.adaptation.marginal_mode import (
     fit_marginal,
 )
 from numpyro_sgmcmc.adaptation.marginal_refinement import HierarchyFit, refine_shared
+from numpyro_sgmcmc.adaptation.second_order_terms import add_needed_terms
 from numpyro_sgmcmc.adaptation.settings import WarmupInputs
 from numpyro_sgmcmc.model.block_arrow import BlockArrowLayout
 from numpyro_sgmcmc.model.preconditioner import Preconditioner

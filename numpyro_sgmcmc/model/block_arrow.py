@@ -607,7 +607,7 @@ class BlockArrowMatrix:
 
     @property
     def has_second_order_terms(self) -> bool:
-        """Whether :meth:`expand` has terms of second order."""
+        """True if :meth:`expand` has terms of second order."""
         return self.differences is not None or self.third_derivatives is not None
 
     @property

@@ -1,4 +1,4 @@
-"""The gradient of the scale of the rows has second-order terms where it would be noisy."""
+"""Gradients of a hierarchy have terms of second order where they would be noisy."""
 
 from dataclasses import replace
 
@@ -11,9 +11,9 @@ import pytest
 
 from numpyro_sgmcmc.adaptation.batched_gradients import BulkPositions
 from numpyro_sgmcmc.adaptation.block_arrow_coordinates import recenter_block_arrow
-from numpyro_sgmcmc.adaptation.second_order_terms import add_differences
 from numpyro_sgmcmc.adaptation.gradient_noise import measure_hierarchy_noise
 from numpyro_sgmcmc.adaptation.hierarchical_fit import fit_hierarchy_from_each
+from numpyro_sgmcmc.adaptation.second_order_terms import add_differences
 from numpyro_sgmcmc.model.block_arrow import find_block_arrow_layout
 from numpyro_sgmcmc.model.gradient_estimators import (
     MinibatchGradient,
@@ -94,7 +94,7 @@ def test_crossed_effects_have_differences_of_pairs_of_groups():
         preconditioner = fit._replace(reference_hessian=hessian)
         bulk = BulkPositions(inputs.batched_gradients, preconditioner, q)
         rng = np.random.default_rng(2)
-        return measure_hierarchy_noise(bulk, SecondOrderControlVariate(), rng)
+        return measure_hierarchy_noise(bulk, SecondOrderControlVariate(), rng)[1]
 
     assert measure(replace(hessian, differences=None)).max() > 0.2
     assert measure(hessian).max() < 0.1 * measure(replace(hessian, differences=None)).max()
@@ -130,7 +130,7 @@ def test_differences_remove_the_noise_and_follow_the_center():
         at = preconditioner._replace(reference_hessian=hessian)
         bulk = BulkPositions(inputs.batched_gradients, at, q)
         rng = np.random.default_rng(2)
-        return measure_hierarchy_noise(bulk, SecondOrderControlVariate(), rng)
+        return measure_hierarchy_noise(bulk, SecondOrderControlVariate(), rng)[1]
 
     before, after = measure(replace(hessian, differences=None)), measure(hessian)
     assert before[ROW_SCALE] > 0.2
@@ -164,3 +164,88 @@ def test_products_of_the_prior_have_no_rounding_of_rows():
     scale = np.exp(layout.take_shared(center)[SCALE])
     blocks = layout.make_blocks(products)
     np.testing.assert_allclose(blocks, np.full((1, 1, GROUPS), scale**-2.0), rtol=2e-6)
+
+
+def fit_counts(batch_size):
+    """Two effects of each group, and counts, whose curvature changes with the effects."""
+
+    def counts(group, x, y, batch_size=None):
+        mean = numpyro.sample("mean", dist.Normal(0, 2))
+        scale = numpyro.sample("scale", dist.HalfNormal(1))
+        with numpyro.plate("groups", GROUPS):
+            effect = numpyro.sample("effect", dist.Normal(mean, scale).expand([2]).to_event(1))
+        with numpyro.plate("rows", len(y), subsample_size=batch_size) as i:
+            eta = effect[group[i], 0] + x[i] * effect[group[i], 1]
+            numpyro.sample("y", dist.Poisson(jnp.exp(eta)), obs=y[i])
+
+    rng = np.random.default_rng(5)
+    group = rng.permutation(np.repeat(np.arange(GROUPS), 2 * ROWS_PER_GROUP))
+    x = rng.standard_normal(group.size).astype(np.float32)
+    effect = 0.4 * rng.standard_normal((GROUPS, 2))
+    y = rng.poisson(np.exp(effect[group, 0] + x * effect[group, 1])).astype(np.float32)
+    inputs = make_inputs(counts, tuple(map(jnp.asarray, (group, x, y))), batch_size)
+    layout = find_block_arrow_layout(inputs.potential, inputs.arguments)
+    position = np.zeros(inputs.potential.dim)
+    return inputs, fit_hierarchy_from_each(inputs, layout, [position]).coordinates
+
+
+@pytest.fixture(scope="module")
+def counts():
+    return fit_counts(40)
+
+
+def test_effects_of_counts_have_third_derivatives(counts):
+    """They are those of the density: differences of the Hessian's blocks agree."""
+    inputs, preconditioner = counts
+    hessian, center = preconditioner.reference_hessian, preconditioner.center
+    layout, step = hessian.layout, 0.02
+    assert hessian.third_derivatives is not None
+    rng = np.random.default_rng(1)
+    effects = rng.standard_normal((2, GROUPS))
+    direction = layout.merge(effects, np.zeros(layout.num_shared))
+    points = np.stack([center + step * direction, center - step * direction])
+    _, products = inputs.batched_gradients.large_pass_products(points, direction[None])
+    expected, _ = layout.split((products[0, 0] - products[1, 0]) / (4.0 * step))
+    terms = hessian.third_derivatives.expand(effects)
+    np.testing.assert_allclose(terms, expected, atol=0.01 * np.abs(expected).max())
+
+
+def test_third_derivatives_of_effects_remove_most_of_their_noise(counts):
+    inputs, preconditioner = counts
+    hessian = preconditioner.reference_hessian
+    q = np.random.default_rng(1).standard_normal((4, inputs.potential.dim))
+
+    def measure(hessian):
+        at = preconditioner._replace(reference_hessian=hessian)
+        bulk = BulkPositions(inputs.batched_gradients, at, q)
+        rng = np.random.default_rng(2)
+        return measure_hierarchy_noise(bulk, SecondOrderControlVariate(), rng)[0]
+
+    assert measure(hessian) < 0.3 * measure(replace(hessian, third_derivatives=None))
+
+
+def test_estimates_with_third_derivatives_are_unbiased(counts):
+    """The mean over all minibatches of a partition is the gradient on all rows."""
+    inputs, fit = counts
+    num_rows = 2 * GROUPS * ROWS_PER_GROUP
+    q = jnp.asarray(np.random.default_rng(1).standard_normal(inputs.potential.dim), jnp.float32)
+    preconditioner, potential = fit.cast(jnp.float32), inputs.potential
+    batches = np.random.default_rng(2).permutation(num_rows).reshape(-1, 40)
+
+    @jax.jit
+    def estimate(rows):
+        return make_gradient_fn(
+            SecondOrderControlVariate(), potential, inputs.arguments, preconditioner, {"rows": rows}
+        )(q)
+
+    estimates = np.stack([estimate(rows) for rows in jnp.asarray(batches)])
+    full = potential.full_gradient(preconditioner.to_position(q), inputs.arguments)
+    expected = np.asarray(preconditioner.pull_back(q, full))
+    error = np.abs(estimates.mean(0) - expected)
+    assert error.max() < 2e-3 * np.abs(expected).max()
+
+
+@pytest.mark.parametrize("batch_size", [800, 2 * GROUPS * ROWS_PER_GROUP])
+def test_effects_with_little_noise_have_no_third_derivatives(batch_size):
+    _, preconditioner = fit_counts(batch_size)
+    assert preconditioner.reference_hessian.third_derivatives is None
