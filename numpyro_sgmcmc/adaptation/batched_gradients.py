@@ -647,9 +647,10 @@ class BatchedGradients:
         Not supported for sharded rows.
         """
         assert not self.arguments.sharded_arrays
-        calls = self._iter_large_pass_calls(position, directions)
-        sums = _call_ahead(_sum_second_derivatives, calls)
-        return np.sum([np.asarray(x, np.float64) for _, x in sums], 0)
+        calls, total = self._iter_large_pass_calls(position, directions), np.zeros(directions.shape)
+        for _, sums in _call_ahead(_sum_second_derivatives, calls):
+            total += np.asarray(sums, np.float64)
+        return total
 
     def prior_products(
         self, position: np.ndarray, directions: np.ndarray

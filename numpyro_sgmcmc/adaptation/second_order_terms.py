@@ -34,7 +34,9 @@ from numpyro_sgmcmc.model.preconditioner import Preconditioner
 # Noise variance of a shared parameter's gradient, in units of its posterior SD, from which on the
 # parameter has differences, and the fraction of it that these may leave.
 _MIN_NOISE_VARIANCE, _MAX_REMAINING_FRACTION = 0.2, 0.5
-# Mean noise variance of the effects from which on they have third derivatives.
+# Mean noise variance of the effects, in preconditioned coordinates, from which on they have third
+# derivatives: a third of that with which single effects of counts left the posterior in
+# benchmarks/hierarchies.py.
 _MIN_EFFECT_NOISE_VARIANCE = 0.05
 _MAX_EFFECTS_OF_THIRD_DERIVATIVES = 4  # per group k, a bound on memory: k^3 numbers of each group
 _MAX_NUM_DIFFERENCES = 4  # shared parameters, a bound on memory and on the cost of a step

@@ -47,6 +47,13 @@ def fit(batch_size):
     return inputs, fit_hierarchy_from_each(inputs, layout, [position]).coordinates
 
 
+def measure_noise(inputs, preconditioner, hessian, q):
+    """Measure the noise of effects and shared parameters with another Hessian."""
+    at = preconditioner._replace(reference_hessian=hessian)
+    bulk = BulkPositions(inputs.batched_gradients, at, q)
+    return measure_hierarchy_noise(bulk, SecondOrderControlVariate(), np.random.default_rng(2))
+
+
 @pytest.mark.parametrize(("batch_size", "columns"), [(20, (ROW_SCALE,)), (400, None)])
 def test_noisy_scale_of_rows_has_differences(batch_size, columns):
     _, preconditioner = fit(batch_size)
@@ -91,10 +98,7 @@ def test_crossed_effects_have_differences_of_pairs_of_groups():
     q = np.random.default_rng(1).standard_normal((4, inputs.potential.dim))
 
     def measure(hessian):
-        preconditioner = fit._replace(reference_hessian=hessian)
-        bulk = BulkPositions(inputs.batched_gradients, preconditioner, q)
-        rng = np.random.default_rng(2)
-        return measure_hierarchy_noise(bulk, SecondOrderControlVariate(), rng)[1]
+        return measure_noise(inputs, fit, hessian, q)[1]
 
     assert measure(replace(hessian, differences=None)).max() > 0.2
     assert measure(hessian).max() < 0.1 * measure(replace(hessian, differences=None)).max()
@@ -127,10 +131,7 @@ def test_differences_remove_the_noise_and_follow_the_center():
     q = np.random.default_rng(1).standard_normal((4, inputs.potential.dim))
 
     def measure(hessian):
-        at = preconditioner._replace(reference_hessian=hessian)
-        bulk = BulkPositions(inputs.batched_gradients, at, q)
-        rng = np.random.default_rng(2)
-        return measure_hierarchy_noise(bulk, SecondOrderControlVariate(), rng)[1]
+        return measure_noise(inputs, preconditioner, hessian, q)[1]
 
     before, after = measure(replace(hessian, differences=None)), measure(hessian)
     assert before[ROW_SCALE] > 0.2
@@ -216,12 +217,21 @@ def test_third_derivatives_of_effects_remove_most_of_their_noise(counts):
     q = np.random.default_rng(1).standard_normal((4, inputs.potential.dim))
 
     def measure(hessian):
-        at = preconditioner._replace(reference_hessian=hessian)
-        bulk = BulkPositions(inputs.batched_gradients, at, q)
-        rng = np.random.default_rng(2)
-        return measure_hierarchy_noise(bulk, SecondOrderControlVariate(), rng)[0]
+        return measure_noise(inputs, preconditioner, hessian, q)[0]
 
     assert measure(hessian) < 0.3 * measure(replace(hessian, third_derivatives=None))
+
+
+def test_third_derivatives_follow_the_center(counts):
+    """Those by the intercept are sums of the rates of the counts, as the curvature is."""
+    inputs, preconditioner = counts
+    matrix = preconditioner.reference_hessian
+    moved = recenter_block_arrow(inputs, preconditioner, np.array([1.0, 0.0]), np.eye(2))
+    after = moved.reference_hessian
+    assert np.abs(moved.center - preconditioner.center).max() > 1e-3
+    ratio = after.third_derivatives.values[0, 0] / matrix.third_derivatives.values[0, 0]
+    np.testing.assert_allclose(ratio, after.blocks[0, 0] / matrix.blocks[0, 0], rtol=1e-4)
+    assert np.abs(ratio - 1.0).max() > 1e-3
 
 
 def test_estimates_with_third_derivatives_are_unbiased(counts):
