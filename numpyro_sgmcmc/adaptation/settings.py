@@ -8,6 +8,8 @@ for ``warmup_report``. All of them are immutable.
 
 from __future__ import annotations
 
+import math
+import math
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -97,6 +99,8 @@ class WarmupInputs:
     budget: WarmupBudget  # number of gradients that each stage may take
     progress: ProgressReporter = field(default_factory=ProgressReporter)  # display of the stages
     included_rows: IncludedRows = ()  # influential observations in every minibatch, by plate
+    # that the gradients of the other observations of a hierarchy allow with control variates
+    max_step_size: float = math.inf
     # random generator, shared by all stages
     rng: np.random.Generator = field(default_factory=lambda: np.random.default_rng(WARMUP_SEED))
 
@@ -166,8 +170,9 @@ class StepSizeTrace:
     - **limits** - the step size after each limit, in the order of their application. ``"user"``
       stands alone; otherwise these are the ``"integrator"``'s default step size, ``"stability"`` at
       the largest curvature, ``"gradient_noise"`` (bias of SDs), ``"dynamics"`` (discretisation
-      error with the kernel's options), ``"mean_bias"`` (bias of means) and, if chains start in
-      several modes, ``"other_modes"``.
+      error with the kernel's options), ``"observations"`` (gradients of single observations of a
+      hierarchy), ``"mean_bias"`` (bias of means) and, if chains start in several modes,
+      ``"other_modes"``.
     """
 
     limits: dict[str, float]

@@ -7,7 +7,9 @@ the other; :class:`.StepSizeTrace` lists them:
 2. ``gradient_noise``: the increase of posterior variances that gradient noise makes;
 3. ``dynamics``: the discretisation error with unusual options of the kernel (a large friction, a
    small mass, a steep metric), on a standard normal;
-4. ``mean_bias``: the bias of posterior means by gradient noise and by the discretisation error.
+4. ``observations``: gradients of single observations of a hierarchy, where an effect is far from
+   its center;
+5. ``mean_bias``: the bias of posterior means by gradient noise and by the discretisation error.
 
 The discretisation error is exact where a step is linear in the state. The second half of this
 module computes it: of draws, and of the positions at which gradients are taken. The mean of all
@@ -189,9 +191,12 @@ def choose_step_size(
             choice.variance_inflation, float(np.square(1.0 + sd_inflation) - 1.0)
         )
     dynamics_limit = float(step_size)
+    if settings.step_size is None:
+        step_size = _limit_step_size_by_observations(inputs, choice, step_size)
+    observations_limit = float(step_size)
     mean_bias = PredictedMeanBias()
     if inputs.potential.local_latents is None and has_dominant_mode:
-        mean_bias = _predict_mean_bias(inputs, bulk, choice, bound_dynamics, dynamics_limit)
+        mean_bias = _predict_mean_bias(inputs, bulk, choice, bound_dynamics, observations_limit)
     if settings.step_size is not None:
         limits = {"user": float(step_size)}
     else:
@@ -201,6 +206,7 @@ def choose_step_size(
             "stability": float(noise_limit.stability_limit),
             "gradient_noise": float(choice.step_size),
             "dynamics": dynamics_limit,
+            "observations": observations_limit,
             "mean_bias": float(step_size),
         }
     noise_stats = noise_stats.for_epochs(
@@ -223,6 +229,7 @@ def recommend_step_size(
 ) -> float:
     """Return the step size that would be chosen in place of the user's."""
     step_size, _ = _limit_step_size_by_dynamics(inputs, bound_dynamics, choice)
+    step_size = _limit_step_size_by_observations(inputs, choice, step_size)
     return limit_step_size_by_mean_bias(inputs.settings, mean_bias, step_size)
 
 
@@ -384,6 +391,16 @@ def _limit_step_size_by_dynamics(
         settings.target_sd_bias,
         0.0 if settings.noise_compensation else choice.noise_stats.mean_variance,
     )
+
+
+def _limit_step_size_by_observations(
+    inputs: WarmupInputs, choice: SubsamplingChoice, step_size: float
+) -> float:
+    """Return a shorter step size where control variates leave single observations' gradients."""
+    if not choice.estimator.needs_hessian:
+        return step_size
+    min_step_size = inputs.settings.dynamics.relaxation_time(step_size) / MAX_NUM_STEPS
+    return min(step_size, max(inputs.max_step_size, min_step_size))
 
 
 def limit_step_size_by_mean_bias(

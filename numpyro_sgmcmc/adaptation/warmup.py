@@ -28,7 +28,11 @@ from numpyro_sgmcmc.adaptation.gradient_noise import (
 )
 from numpyro_sgmcmc.adaptation.hessian_root import choose_hessian_root
 from numpyro_sgmcmc.adaptation.hierarchical_fit import fit_hierarchy_from_each
-from numpyro_sgmcmc.adaptation.influential import find_influential_rows, precompile_influential_rows
+from numpyro_sgmcmc.adaptation.influential import (
+    find_influential_rows,
+    find_influential_rows_of_groups,
+    precompile_influential_rows,
+)
 from numpyro_sgmcmc.adaptation.initialisation import (
     check_finite_gradient,
     find_finite_positions,
@@ -137,7 +141,7 @@ def warm_up_globals(inputs: WarmupInputs, init_positions: Iterable[np.ndarray]) 
             estimators = (MinibatchGradient(), SecondOrderControlVariate())
             candidates = replace(candidates, estimators=estimators)
         fits = [MeanField(hierarchy.fit.center, hierarchy.fit.sds)]
-        inputs = _include_influential_rows(inputs, fits[0], has_groups=True)
+        inputs = _include_influential_rows_of_groups(inputs, hierarchy.fit)
         pilot = init_standard_pilot(inputs, hierarchy.fit)
         pilot = replace(pilot, keeps_fit=hierarchy.is_exact)
     else:
@@ -253,7 +257,7 @@ def _fit_hierarchy_at(
 
     def start_compilation(fit: Preconditioner) -> None:
         if _can_include_rows(inputs):
-            precompile_influential_rows(inputs.potential, inputs.arguments, has_groups=True)
+            precompile_influential_rows(inputs.potential, inputs.arguments, fit)
         precompile_pilot(pilot_inputs, fit)
 
     try:
@@ -282,14 +286,24 @@ def _start_compilation(inputs: WarmupInputs, candidates: Candidates) -> None:
         inputs.batched_gradients.precompile_hessian()
 
 
-def _include_influential_rows(
-    inputs: WarmupInputs, fit: MeanField, has_groups: bool = False
-) -> WarmupInputs:
+def _include_influential_rows(inputs: WarmupInputs, fit: MeanField) -> WarmupInputs:
     """Return the inputs with influential observations in every minibatch, where there are such."""
     if not _can_include_rows(inputs):
         return inputs
-    rows = find_influential_rows(inputs.potential, inputs.arguments, fit, inputs.rng, has_groups)
+    rows = find_influential_rows(inputs.potential, inputs.arguments, fit, inputs.rng)
     return replace(inputs, included_rows=rows)
+
+
+def _include_influential_rows_of_groups(inputs: WarmupInputs, fit: Preconditioner) -> WarmupInputs:
+    """Return the inputs with influential observations of a hierarchy in every minibatch."""
+    if not _can_include_rows(inputs):
+        return inputs
+    settings = inputs.settings
+    step_size = settings.dynamics.integrators[settings.integrator].step_size
+    found = find_influential_rows_of_groups(
+        inputs.potential, inputs.arguments, fit, inputs.rng, settings.step_size or step_size
+    )
+    return replace(inputs, included_rows=found.included, max_step_size=found.max_step_size)
 
 
 def _can_include_rows(inputs: WarmupInputs) -> bool:

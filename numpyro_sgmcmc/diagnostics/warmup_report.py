@@ -42,6 +42,7 @@ _STEP_SIZE_LIMIT_LABELS = {
     "stability": "stability at the largest curvature",
     "gradient_noise": "gradient noise (bias of SDs)",
     "dynamics": "discretisation error with the kernel's options",
+    "observations": "gradients of single observations",
     "mean_bias": "bias of means",
     "other_modes": "the narrowest mode",
 }
