@@ -20,11 +20,12 @@ to
 observations in decreasing order of :math:`\operatorname{Var} r_i`. Its minimum over m is the number
 of influential observations.
 
-In a hierarchy, a variance over typical positions is not enough. Of thousands of effects, some are
-three posterior SDs from their centers at every step. There, in a group of few observations, the
-gradient of one that a minibatch weights by N / B may change an effect's velocity by several of its
-SDs, and the chain leaves the posterior. :func:`choose_num_included` includes the observations with
-the largest gradients, and the step size is limited by the largest of the others.
+In a hierarchy with a skewed likelihood, such as that of counts, a variance over typical positions
+is not enough. Of thousands of effects, some are three posterior SDs from their centers at every
+step. There, in a group of few observations, the gradient of one that a minibatch weights by N / B
+may change an effect's velocity by several of its SDs, and the chain leaves the posterior.
+:func:`choose_num_included` includes the observations with the largest gradients, and the step size
+is limited by the largest of the others.
 """
 
 from __future__ import annotations
@@ -66,11 +67,11 @@ _MAX_INFLUENTIAL_BATCH_FRACTION = 0.5
 # posterior SDs: one of 370 normal draws is as far.
 _TAIL_DISTANCE_SD = 3.0
 # Largest change of an effect's velocity that the gradient of one sampled observation may make in
-# one step, in SDs of the velocity. With less than two, no draw of 3.2 million was beyond ten SDs in
-# a model of scales of 400 groups; with seven, some were hundreds of SDs away.
+# one step, in SDs of the velocity. In a model with a location and a scale of each of 400 groups,
+# such changes left no draw beyond ten posterior SDs (of 3.2 million); with changes of two SDs, some
+# were hundreds of SDs away.
 _MAX_VELOCITY_CHANGE_SD = 1.0
-# Effects that a row depends on: a bound on the cost, which grows with the third power.
-_MAX_EFFECTS_PER_ROW = 4
+_MIN_GRADIENT = 1e-30  # in place of zero
 
 
 @dataclass(frozen=True)
@@ -115,7 +116,7 @@ def find_influential_rows_of_groups(
     """Return the rows that every minibatch of a hierarchy has to include.
 
     A row depends on the effects of a few groups, so that its cost does not grow with the dimension.
-    For up to four effects of each row this takes a second pass, with derivatives.
+    Where the effects have third derivatives, this takes a second pass.
 
     :param hierarchy: coordinates of the effects.
     :param step_size: the one that is wanted.
@@ -127,15 +128,17 @@ def find_influential_rows_of_groups(
     variances = _compute_remainder_variances(potential, arguments, fit, rng)
     num_influential = choose_num_influential(variances, batch_size)
     by_variance = np.argsort(-variances, kind="stable")[:num_influential]
-    if not _has_few_effects(hierarchy):
+    if not _is_skewed(hierarchy):
         return InfluentialRows(_name_rows(potential, by_variance))
     gradients = _compute_tail_gradients(potential, arguments, hierarchy)
-    num_large, max_step_size = choose_num_included(gradients, batch_size, step_size)
+    num_large = choose_num_included(gradients, batch_size, step_size)
     by_gradient = np.argsort(-gradients, kind="stable")[:num_large]
     others = by_variance[~np.isin(by_variance, by_gradient)]
     max_included = int(_MAX_INFLUENTIAL_BATCH_FRACTION * batch_size)
     rows = np.concatenate([by_gradient, others])[:max_included]
-    return InfluentialRows(_name_rows(potential, rows), max_step_size)
+    largest = np.delete(gradients, rows).max()
+    max_step_size = _limit_step_size(largest, len(gradients), batch_size, len(rows))
+    return InfluentialRows(_name_rows(potential, rows), float(max_step_size))
 
 
 def _compute_remainder_variances(
@@ -160,20 +163,17 @@ def _compute_tail_gradients(
 ) -> np.ndarray:
     """Return the largest gradients of all observations that their expansions do not have.
 
-    They are those of effects in the tails, in units of the effects' inverse posterior SDs, with the
-    weight of a sampled observation.
+    They are those of effects in the tails, in units of the effects' inverse posterior SDs.
     """
     plate = potential.plates[0]
     center = hierarchy.center.astype(potential.dtype)
     probes = _make_unit_effects(hierarchy).astype(potential.dtype)
-    has_third = hierarchy.reference_hessian.third_derivatives is not None
     gradients = np.zeros(plate.size)
     for rows in _split_rows(potential):
         gradients[rows] = _evaluate_tail_gradients(
-            potential, arguments, center, probes, {plate.name: rows}, has_third=has_third
+            potential, arguments, center, probes, {plate.name: rows}
         )
-    gradients = np.where(np.isfinite(gradients), gradients, 0.0)
-    return plate.size / plate.subsample_size * gradients
+    return np.where(np.isfinite(gradients), gradients, 0.0)
 
 
 def _make_unit_effects(hierarchy: Preconditioner) -> np.ndarray:
@@ -204,13 +204,11 @@ def precompile_influential_rows(
     rows = jax.ShapeDtypeStruct((_count_rows_per_call(potential),), np.int32)
     indices = {plate.name: rows}
     aot_compile(_evaluate_remainder_variances, potential, arguments, positions, indices)
-    if hierarchy is not None and _has_few_effects(hierarchy):
+    if hierarchy is not None and _is_skewed(hierarchy):
         center = jax.ShapeDtypeStruct((potential.dim,), potential.dtype)
         num_probes = hierarchy.factor.layout.num_effect_probes
         probes = jax.ShapeDtypeStruct((num_probes, potential.dim), potential.dtype)
-        has_third = hierarchy.reference_hessian.third_derivatives is not None
-        tail_arguments = potential, arguments, center, probes, indices
-        aot_compile(_evaluate_tail_gradients, *tail_arguments, has_third=has_third)
+        aot_compile(_evaluate_tail_gradients, potential, arguments, center, probes, indices)
 
 
 def _count_rows_per_call(potential: Potential) -> int:
@@ -226,8 +224,9 @@ def _split_rows(potential: Potential) -> list[np.ndarray]:
     return [np.arange(start, start + num_rows, dtype=np.int32) for start in starts]
 
 
-def _has_few_effects(hierarchy: Preconditioner) -> bool:
-    return bool(hierarchy.factor.layout.num_effect_probes <= _MAX_EFFECTS_PER_ROW)
+def _is_skewed(hierarchy: Preconditioner) -> bool:
+    """Return True if the likelihood is so skewed that the effects have third derivatives."""
+    return hierarchy.reference_hessian.third_derivatives is not None
 
 
 def _is_supported(potential: Potential, arguments: Arguments) -> bool:
@@ -252,20 +251,18 @@ def _evaluate_remainder_variances(
     return jnp.var((plus + minus) / 2.0 - values[0], axis=0, ddof=1)
 
 
-@partial(jax.jit, static_argnames=("potential", "has_third"))
+@partial(jax.jit, static_argnames="potential")
 def _evaluate_tail_gradients(
     potential: Potential,
     arguments: Arguments,
     center: Array,
     unit_effects: Array,
     indices: Indices,
-    has_third: bool,
 ) -> Array:
     """Return the largest remainders of some observations' gradients by effects in the tails.
 
-    The remainder is that of the expansion to first order about the center, or to second order if
-    the effects have third derivatives. It is the norm over the effects, and the largest over
-    displacements of each effect and of each pair of effects.
+    The remainder is that of the expansion to second order about the center: its norm over the
+    effects, and the largest over displacements of each effect and of each pair of effects.
     """
 
     def compute_remainders(displacement: Array, unit_effect: Array) -> Array:
@@ -281,11 +278,7 @@ def _evaluate_tail_gradients(
             return jax.jvp(derive, (t,), (jnp.ones_like(t),))
 
         zero = jnp.zeros((), center.dtype)
-        second: Any = 0.0
-        if has_third:
-            (at_center, first), (_, second) = jax.jvp(derive_twice, (zero,), (zero + 1.0,))
-        else:
-            at_center, first = derive_twice(zero)
+        (at_center, first), (_, second) = jax.jvp(derive_twice, (zero,), (zero + 1.0,))
         distances = jnp.array([_TAIL_DISTANCE_SD, -_TAIL_DISTANCE_SD], center.dtype)
         t = distances[:, None]
         return jax.lax.map(derive, distances) - (at_center + t * first + t**2 / 2.0 * second)
@@ -298,25 +291,28 @@ def _evaluate_tail_gradients(
     return jax.lax.map(compute_norms, jnp.stack([*unit_effects, *pairs])).max(0)
 
 
-def choose_num_included(
-    gradients: np.ndarray, batch_size: int, step_size: float
-) -> tuple[int, float]:
+def choose_num_included(gradients: np.ndarray, batch_size: int, step_size: float) -> int:
     """Return how many of the observations with the largest gradients minibatches have to include.
 
     It is the smallest number with which the gradients of all others allow the step size, or else
-    the longest one. The weight of a sampled observation grows with the number of those included.
+    the longest one.
 
-    :param gradients: of a sampled observation, if none is included.
-    :return: the number, and the step size that it allows.
+    :param gradients: of an observation of weight one.
     """
-    size = len(gradients)
     max_included = int(_MAX_INFLUENTIAL_BATCH_FRACTION * batch_size)
     largest = -np.sort(-gradients)[: max_included + 1]
-    num = np.arange(len(largest))
-    weights = (size - num) / (batch_size - num) * (batch_size / size)
-    max_step_sizes = _MAX_VELOCITY_CHANGE_SD / np.maximum(weights * largest, 1e-30)
-    best = int(np.argmax(np.minimum(max_step_sizes, step_size)))
-    return best, float(max_step_sizes[best])
+    num_included = np.arange(len(largest))
+    max_step_sizes = _limit_step_size(largest, len(gradients), batch_size, num_included)
+    return int(np.argmax(np.minimum(max_step_sizes, step_size)))
+
+
+def _limit_step_size(largest: Any, size: int, batch_size: int, num_included: Any) -> Any:
+    """Return the step size that the largest gradient of an observation of weight one allows.
+
+    The weight of a sampled observation grows with the number of those included.
+    """
+    weight = (size - num_included) / (batch_size - num_included)
+    return _MAX_VELOCITY_CHANGE_SD / np.maximum(weight * largest, _MIN_GRADIENT)
 
 
 def choose_num_influential(remainder_variances: np.ndarray, batch_size: int) -> int:

@@ -9,7 +9,6 @@ for ``warmup_report``. All of them are immutable.
 from __future__ import annotations
 
 import math
-import math
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from functools import cached_property
