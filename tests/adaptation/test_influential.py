@@ -1,7 +1,6 @@
 """Influential observations are detected, and every minibatch includes them without bias."""
 
 import warnings
-from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -12,13 +11,25 @@ import pytest
 from numpyro.infer import MCMC
 
 from numpyro_sgmcmc import SGHMCSplit, bias_report
+from numpyro_sgmcmc.adaptation import adapt
 from numpyro_sgmcmc.adaptation.batched_gradients import BatchedGradients
 from numpyro_sgmcmc.adaptation.budget import WarmupBudget
-from numpyro_sgmcmc.adaptation.influential import choose_num_influential, find_influential_rows
+from numpyro_sgmcmc.adaptation.hierarchical_fit import fit_hierarchy_from_each
+from numpyro_sgmcmc.adaptation.influential import (
+    choose_num_included,
+    choose_num_influential,
+    find_influential_rows,
+    find_influential_rows_of_groups,
+)
 from numpyro_sgmcmc.adaptation.variational import MeanField
 from numpyro_sgmcmc.data.arguments import Arguments
 from numpyro_sgmcmc.data.subsampling import SUBSAMPLINGS, Plate, init_stream, sample_minibatches
+from numpyro_sgmcmc.errors import SubsampleSizeWarning
+from numpyro_sgmcmc.model.block_arrow import find_block_arrow_layout
 from numpyro_sgmcmc.model.subsampled import make_model_potential
+from tests.adaptation.counts import NUM_ROWS, fit_counts
+from tests.adaptation.counts import make_data as make_counts
+from tests.adaptation.inputs import make_inputs
 from tests.contract.kernels import quietly
 
 NUM_RARE, BATCH = 5, 100
@@ -93,7 +104,7 @@ def test_find_influential_rows_rare_covariate_contains_its_rows():
     assert len(rows) <= NUM_RARE + 2
 
 
-def test_find_influential_rows_of_many_groups():
+def test_find_influential_rows_of_groups_of_high_dimension():
     num_groups, num_rows = 21_000, 42_000
     group = jnp.arange(num_rows) % num_groups
 
@@ -105,15 +116,83 @@ def test_find_influential_rows_of_many_groups():
             eta = effect[group[i]] + b * x[i]
             numpyro.sample("y", dist.Bernoulli(logits=eta), obs=(y[i] > 0).astype(int))
 
-    arguments = Arguments(make_data(num_rows, NUM_RARE, 20.0), {"batch_size": 4_000})
-    potential = make_model_potential(grouped_model, arguments, numpyro.infer.init_to_uniform)
-    # b comes first
-    fit = MeanField(np.zeros(1 + num_groups), np.append(0.3, np.full(num_groups, 0.1)))
-    find = partial(find_influential_rows, potential, arguments, fit)
-    ((_, rows),) = find(np.random.default_rng(0), has_groups=True)
+    inputs = make_inputs(grouped_model, make_data(num_rows, NUM_RARE, 20.0), 4_000)
+    potential, arguments = inputs.potential, inputs.arguments
+    layout = find_block_arrow_layout(potential, arguments)
+    hierarchy = fit_hierarchy_from_each(inputs, layout, [np.zeros(1 + num_groups)]).coordinates
+    rng = np.random.default_rng(0)
+    found = find_influential_rows_of_groups(potential, arguments, hierarchy, rng, 0.3)
+    ((_, rows),) = found.included
     assert set(np.flatnonzero(np.asarray(arguments.args[1]))) <= set(rows)
     assert len(rows) < 400  # a tenth of the minibatch
-    assert find(np.random.default_rng(0)) == ()  # as many weights, which every row depends on
+    # As many weights, which every row depends on.
+    fit = MeanField(hierarchy.center, hierarchy.sds)
+    assert find_influential_rows(potential, arguments, fit, rng) == ()
+
+
+@pytest.mark.parametrize(
+    ("step_size", "expected"),
+    [
+        (0.3, 3),  # sampled observations have weight 97 / 17 of 1: 0.3 * 97 / 17 * 0.5 < 1
+        (0.03, 1),  # 0.03 * 99 / 19 * 6 < 1
+        (0.01, 0),  # 0.01 * 100 / 20 * 9 < 1
+        (1.0, 3),  # no number allows it, and this one the longest step
+    ],
+)
+def test_choose_num_included_is_the_smallest_that_allows_the_step_size(step_size, expected):
+    gradients = np.full(100, 0.5)
+    gradients[[4, 50, 51]] = 9.0, 6.0, 6.0
+    assert choose_num_included(gradients, 20, step_size) == expected
+
+
+@pytest.fixture(scope="module")
+def counts():
+    return fit_counts(40)
+
+
+def compute_tail_gradients(hierarchy):
+    """The remainders of the counts' gradients, 3 SDs from the center, in closed form."""
+    group, x, _ = make_counts()
+    effects, _ = hierarchy.factor.layout.split(hierarchy.center)
+    design = np.stack([np.ones_like(x), x])  # of the two effects
+    rates = np.exp((design * effects[:, group]).sum(0))
+    # Derivatives of the linear predictor by effects in units of their SDs.
+    slopes = np.einsum("abr,ar->br", hierarchy.factor.effect_factors[..., group], design)
+    half = 0.5**0.5
+    directions = np.array([[1, 0], [0, 1], [half, half], [half, -half]])
+    t = 3.0 * np.concatenate([directions, -directions]) @ slopes
+    remainders = rates * (np.exp(t) - 1 - t - t**2 / 2)
+    return np.abs(remainders).max(0) * np.sqrt(np.square(slopes).sum(0))
+
+
+@pytest.mark.parametrize("step_size", [0.3, 0.03])
+def test_find_influential_rows_of_groups_are_those_with_large_gradients(counts, step_size):
+    inputs, hierarchy = counts
+    gradients = compute_tail_gradients(hierarchy)
+    rng = np.random.default_rng(0)
+    found = find_influential_rows_of_groups(
+        inputs.potential, inputs.arguments, hierarchy, rng, step_size
+    )
+    num_included = choose_num_included(gradients, 40, step_size)
+    assert 0 < num_included <= 20
+    ((_, rows),) = found.included
+    assert set(np.argsort(-gradients)[:num_included]) <= set(rows)
+    # The largest of the others has the weight of a sampled observation.
+    weight = (NUM_ROWS - len(rows)) / (40 - len(rows))
+    expected = 1 / (weight * np.delete(gradients, rows).max())
+    assert found.max_step_size == pytest.approx(expected, rel=1e-3)
+
+
+def test_warm_up_of_groups_includes_observations_and_limits_the_step_size(counts):
+    inputs, _ = counts
+    position = np.zeros(inputs.potential.dim)
+    with pytest.warns(SubsampleSizeWarning, match="use subsample_size="):
+        adaptation = adapt(inputs.potential, inputs.arguments, inputs.settings, [position])
+    ((_, rows),) = adaptation.included_rows
+    assert 0 < len(rows) <= 20
+    limits = adaptation.trace.step_size_limits
+    assert "observations" in limits.binding
+    assert limits.limits["observations"] < limits.limits["dynamics"]
 
 
 # --- Minibatches --------------------------------------------------------------------------------

@@ -9,6 +9,7 @@ import numpyro
 import numpyro.distributions as dist
 import pytest
 
+from numpyro_sgmcmc import HostArray
 from numpyro_sgmcmc.adaptation.batched_gradients import BulkPositions
 from numpyro_sgmcmc.adaptation.block_arrow_coordinates import recenter_block_arrow
 from numpyro_sgmcmc.adaptation.gradient_noise import measure_hierarchy_noise
@@ -20,6 +21,7 @@ from numpyro_sgmcmc.model.gradient_estimators import (
     SecondOrderControlVariate,
     make_gradient_fn,
 )
+from tests.adaptation.counts import NUM_GROUPS, NUM_ROWS, fit_counts
 from tests.adaptation.inputs import make_inputs
 
 GROUPS, ROWS_PER_GROUP = 200, 4
@@ -167,29 +169,6 @@ def test_products_of_the_prior_have_no_rounding_of_rows():
     np.testing.assert_allclose(blocks, np.full((1, 1, GROUPS), scale**-2.0), rtol=2e-6)
 
 
-def fit_counts(batch_size):
-    """Two effects of each group, and counts, whose curvature changes with the effects."""
-
-    def counts(group, x, y, batch_size=None):
-        mean = numpyro.sample("mean", dist.Normal(0, 2))
-        scale = numpyro.sample("scale", dist.HalfNormal(1))
-        with numpyro.plate("groups", GROUPS):
-            effect = numpyro.sample("effect", dist.Normal(mean, scale).expand([2]).to_event(1))
-        with numpyro.plate("rows", len(y), subsample_size=batch_size) as i:
-            eta = effect[group[i], 0] + x[i] * effect[group[i], 1]
-            numpyro.sample("y", dist.Poisson(jnp.exp(eta)), obs=y[i])
-
-    rng = np.random.default_rng(5)
-    group = rng.permutation(np.repeat(np.arange(GROUPS), 2 * ROWS_PER_GROUP))
-    x = rng.standard_normal(group.size).astype(np.float32)
-    effect = 0.4 * rng.standard_normal((GROUPS, 2))
-    y = rng.poisson(np.exp(effect[group, 0] + x * effect[group, 1])).astype(np.float32)
-    inputs = make_inputs(counts, tuple(map(jnp.asarray, (group, x, y))), batch_size)
-    layout = find_block_arrow_layout(inputs.potential, inputs.arguments)
-    position = np.zeros(inputs.potential.dim)
-    return inputs, fit_hierarchy_from_each(inputs, layout, [position]).coordinates
-
-
 @pytest.fixture(scope="module")
 def counts():
     return fit_counts(40)
@@ -202,7 +181,7 @@ def test_effects_of_counts_have_third_derivatives(counts):
     layout, step = hessian.layout, 0.02
     assert hessian.third_derivatives is not None
     rng = np.random.default_rng(1)
-    effects = rng.standard_normal((2, GROUPS))
+    effects = rng.standard_normal((2, NUM_GROUPS))
     direction = layout.merge(effects, np.zeros(layout.num_shared))
     points = np.stack([center + step * direction, center - step * direction])
     _, products = inputs.batched_gradients.large_pass_products(points, direction[None])
@@ -234,18 +213,26 @@ def test_third_derivatives_follow_the_center(counts):
     assert np.abs(ratio - 1.0).max() > 1e-3
 
 
-def test_estimates_with_third_derivatives_are_unbiased(counts):
+@pytest.mark.parametrize("num_included", [0, 14])
+def test_estimates_with_third_derivatives_are_unbiased(counts, num_included):
     """The mean over all minibatches of a partition is the gradient on all rows."""
     inputs, fit = counts
-    num_rows = 2 * GROUPS * ROWS_PER_GROUP
+    included = (("rows", tuple(range(0, 7 * num_included, 7))),) if num_included else ()
+    step_potential = inputs.potential.with_included_rows(included)
+    (plate,) = step_potential.plates
+    others = np.random.default_rng(2).permutation(NUM_ROWS - num_included).astype(np.int32)
+    batches = plate.add_included_rows(others.reshape(-1, 40 - num_included))
     q = jnp.asarray(np.random.default_rng(1).standard_normal(inputs.potential.dim), jnp.float32)
     preconditioner, potential = fit.cast(jnp.float32), inputs.potential
-    batches = np.random.default_rng(2).permutation(num_rows).reshape(-1, 40)
 
     @jax.jit
     def estimate(rows):
         return make_gradient_fn(
-            SecondOrderControlVariate(), potential, inputs.arguments, preconditioner, {"rows": rows}
+            SecondOrderControlVariate(),
+            step_potential,
+            inputs.arguments,
+            preconditioner,
+            {"rows": rows},
         )(q)
 
     estimates = np.stack([estimate(rows) for rows in jnp.asarray(batches)])
@@ -256,5 +243,12 @@ def test_estimates_with_third_derivatives_are_unbiased(counts):
 
 
 def test_effects_with_little_noise_have_no_third_derivatives():
-    _, preconditioner = fit_counts(GROUPS * ROWS_PER_GROUP)  # half of the rows
+    _, preconditioner = fit_counts(NUM_ROWS // 2)
     assert preconditioner.reference_hessian.third_derivatives is None
+
+
+def test_third_derivatives_of_rows_on_the_host_are_the_same(counts):
+    _, on_host = fit_counts(40, HostArray)
+    expected = counts[1].reference_hessian.third_derivatives.values
+    found = on_host.reference_hessian.third_derivatives.values
+    np.testing.assert_allclose(found, expected, atol=2e-3 * np.abs(expected).max())

@@ -3,8 +3,6 @@
 import jax
 import jax.numpy as jnp
 import numpy as np
-import numpyro
-import numpyro.distributions as dist
 import pytest
 
 from numpyro_sgmcmc import HostArray, SGHMCSplit
@@ -12,6 +10,7 @@ from numpyro_sgmcmc.checkpoint import store
 from numpyro_sgmcmc.checkpoint.store import encode
 from numpyro_sgmcmc.errors import DataReadError
 from numpyro_sgmcmc.sampling.schedules import Polynomial
+from tests.adaptation import counts
 from tests.checkpoint.runs import (
     DATA,
     KERNEL,
@@ -126,13 +125,13 @@ def test_run_on_host_arrays_is_resumed_bitwise(tmp_path, monkeypatch):
     data = [HostArray(x, name=n) for n, x in DATA._asdict().items()]
     kernel = kernel_of()
     whole, killed = (mcmc_of(tmp_path / name, kernel) for name in ("whole", "killed"))
-    whole.run(jax.random.key(1), *data, batch_size=40)
+    whole.run(jax.random.key(1), *data, batch_size=160)
     with monkeypatch.context() as patch:
         end_at(patch, 12, kill)
         with pytest.raises(Killed):
-            killed.run(jax.random.key(1), *data, batch_size=40)
+            killed.run(jax.random.key(1), *data, batch_size=160)
     resumed = mcmc_of(tmp_path / "killed", kernel_of())
-    resumed.resume(*data, batch_size=40)
+    resumed.resume(*data, batch_size=160)
     assert_bitwise_equal(resumed, outcome(whole))
     renamed = mcmc_of(tmp_path / "killed", kernel_of())
     renamed.resume(*[HostArray(x, name="renamed") for x in DATA], batch_size=40)
@@ -161,7 +160,7 @@ def test_source_failing_while_sampling_raises_and_can_be_resumed(tmp_path, is_re
     broken = mcmc_of(tmp_path / "broken", **settings)
     data = HostArray(DATA.X), HostArray(Failing(), name="y"), HostArray(DATA.counts)
     with pytest.raises(DataReadError, match=r"HostArray\('y', .*: OSError: disk on fire"):
-        broken.run(jax.random.key(1), *data, batch_size=40)
+        broken.run(jax.random.key(1), *data, batch_size=160)
     assert 0 < broken.get_samples(True)["beta"].shape[1] < 206
     if is_resumed:
         again, whole = (mcmc_of(tmp_path / name, **settings) for name in ("broken", "whole"))
@@ -242,28 +241,19 @@ def test_run_with_a_low_rank_preconditioner_is_resumed_bitwise(tmp_path, monkeyp
 
 @slow
 def test_run_of_a_hierarchy_is_resumed_bitwise(tmp_path, monkeypatch):
-    """The Hessian of effects by group, its control variates and coordinates are in the state."""
-    rng = np.random.default_rng(0)
-    group = jnp.asarray(rng.integers(0, 120, 900))
-    y = jnp.asarray(rng.standard_normal(900) + 0.5 * rng.standard_normal(120)[group], jnp.float32)
-
-    def model(group, y, batch_size=None):
-        scale = numpyro.sample("scale", dist.HalfNormal(1))
-        with numpyro.plate("groups", 120):
-            effect = numpyro.sample("effect", dist.Normal(0, scale))
-        with numpyro.plate("rows", len(y), subsample_size=batch_size) as i:
-            numpyro.sample("y", dist.Normal(effect[group[i]], 1), obs=y[i])
-
-    kernel = SGHMCSplit(model, num_steps=2)
+    """The Hessian of effects by group, their third derivatives and coordinates are in the state."""
+    data = tuple(map(jnp.asarray, counts.make_data()))
+    kernel = SGHMCSplit(counts.model, num_steps=2)
     whole = mcmc_of(tmp_path / "whole", kernel)
-    whole.run(jax.random.key(1), group, y, batch_size=100)
+    whole.run(jax.random.key(1), *data, batch_size=160)
     preconditioner = whole.last_state.adapt_state.preconditioner
     assert preconditioner.is_block_arrow
-    assert preconditioner.reference_hessian is not None
+    assert preconditioner.reference_hessian.third_derivatives is not None
+    assert whole.sampler.adaptation.included_rows
     with monkeypatch.context() as patch:
         end_at(patch, 12, kill)
         with pytest.raises(Killed):
-            mcmc_of(tmp_path / "killed", kernel).run(jax.random.key(1), group, y, batch_size=100)
-    resumed = mcmc_of(tmp_path / "killed", SGHMCSplit(model, num_steps=2))
-    resumed.resume(group, y, batch_size=100)
+            mcmc_of(tmp_path / "killed", kernel).run(jax.random.key(1), *data, batch_size=160)
+    resumed = mcmc_of(tmp_path / "killed", SGHMCSplit(counts.model, num_steps=2))
+    resumed.resume(*data, batch_size=160)
     assert_bitwise_equal(resumed, outcome(whole))
