@@ -186,6 +186,12 @@ def _predict_draw(
         step_size = noise_limit.limit_step_size(noise_stats)[0]
         if "dynamics" in limits.binding:  # by unusual options of the kernel
             step_size = min(step_size, limits.limits["dynamics"])
+        if "observations" in limits.binding:  # proportional to the number of sampled rows
+            (plate,) = plates
+            num_random = plate.random_part.subsample_size
+            other_num_random = batch_sizes[plate.name] - len(plate.included_rows)
+            limit = limits.limits["observations"] * other_num_random / num_random
+            step_size = min(step_size, limit if noise_ratio > 0.0 else math.inf)
         step_size = limit_step_size_by_mean_bias(settings, mean_bias, step_size, batch_size_factor)
     relaxation_time = dynamics.relaxation_time(step_size, noise_stats.variance)
     relaxation_time *= mean_bias.coupling.relaxation_factor

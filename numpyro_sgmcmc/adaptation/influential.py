@@ -17,8 +17,8 @@ to
 
 .. math:: \frac{N - m}{B - m} \sum_{i > m} \operatorname{Var} r_i,
 
-observations in decreasing order of :math:`\operatorname{Var} r_i`. Its minimum over m is the number
-of influential observations.
+observations in decreasing order of :math:`\operatorname{Var} r_i`. The m that minimises it is the
+number of influential observations.
 
 In a hierarchy with a skewed likelihood, such as that of counts, a variance over typical positions
 is not enough. Of thousands of effects, some are three posterior SDs from their centers at every
@@ -34,7 +34,6 @@ import math
 from dataclasses import dataclass
 from functools import partial
 from itertools import combinations
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -66,11 +65,14 @@ _MAX_INFLUENTIAL_BATCH_FRACTION = 0.5
 # Distance of effects from their centers at which gradients are compared with their expansions, in
 # posterior SDs: one of 370 normal draws is as far.
 _TAIL_DISTANCE_SD = 3.0
-# Largest change of an effect's velocity that the gradient of one sampled observation may make in
-# one step, in SDs of the velocity. In a model with a location and a scale of each of 400 groups,
-# such changes left no draw beyond ten posterior SDs (of 3.2 million); with changes of two SDs, some
-# were hundreds of SDs away.
+# Largest change of an effect's velocity (without momentum, of its position) that the gradient of
+# one sampled observation may make in one step, in preconditioned coordinates, in which a velocity
+# has an SD of one. In the model of tests/adaptation/test_outlying_effects.py changes of two SDs
+# throw effects out of the posterior.
 _MAX_VELOCITY_CHANGE_SD = 1.0
+# Share of the longest possible step with which no more observations are included: each one adds to
+# the weight of those that are sampled.
+_SUFFICIENT_STEP_SIZE_RATIO = 0.9
 _MIN_GRADIENT = 1e-30  # in place of zero
 
 
@@ -78,9 +80,9 @@ _MIN_GRADIENT = 1e-30  # in place of zero
 class InfluentialRows:
     """Observations that every minibatch includes.
 
-    - **included** - their numbers, by plate.
-    - **max_step_size** - the step size at which no other observation changes the velocity of an
-      effect by more than its SD.
+    - **included** - their indices, by plate.
+    - **max_step_size** - the longest step size with which no other observation changes the velocity
+      of an effect by more than its SD.
     """
 
     included: IncludedRows = ()
@@ -116,10 +118,11 @@ def find_influential_rows_of_groups(
     """Return the rows that every minibatch of a hierarchy has to include.
 
     A row depends on the effects of a few groups, so that its cost does not grow with the dimension.
-    Where the effects have third derivatives, this takes a second pass.
+    If the fit has third derivatives of the effects, this takes a second pass. It is not repeated
+    when pilot chains change the coordinates.
 
     :param hierarchy: coordinates of the effects.
-    :param step_size: the one that is wanted.
+    :param step_size: the step size that the gradients should allow.
     """
     if not _is_supported(potential, arguments):
         return InfluentialRows()
@@ -128,17 +131,15 @@ def find_influential_rows_of_groups(
     variances = _compute_remainder_variances(potential, arguments, fit, rng)
     num_influential = choose_num_influential(variances, batch_size)
     by_variance = np.argsort(-variances, kind="stable")[:num_influential]
-    if not _is_skewed(hierarchy):
+    if not _has_third_derivatives(hierarchy):
         return InfluentialRows(_name_rows(potential, by_variance))
     gradients = _compute_tail_gradients(potential, arguments, hierarchy)
-    num_large = choose_num_included(gradients, batch_size, step_size)
-    by_gradient = np.argsort(-gradients, kind="stable")[:num_large]
-    others = by_variance[~np.isin(by_variance, by_gradient)]
-    max_included = int(_MAX_INFLUENTIAL_BATCH_FRACTION * batch_size)
-    rows = np.concatenate([by_gradient, others])[:max_included]
-    largest = np.delete(gradients, rows).max()
-    max_step_size = _limit_step_size(largest, len(gradients), batch_size, len(rows))
-    return InfluentialRows(_name_rows(potential, rows), float(max_step_size))
+    is_included = np.isin(np.arange(len(gradients)), by_variance)
+    order = np.argsort(np.where(is_included, -np.inf, -gradients), kind="stable")
+    num_included, max_step_size = choose_num_included(
+        gradients[order], batch_size, step_size, num_influential
+    )
+    return InfluentialRows(_name_rows(potential, order[:num_included]), max_step_size)
 
 
 def _compute_remainder_variances(
@@ -161,9 +162,10 @@ def _compute_remainder_variances(
 def _compute_tail_gradients(
     potential: Potential, arguments: Arguments, hierarchy: Preconditioner
 ) -> np.ndarray:
-    """Return the largest gradients of all observations that their expansions do not have.
+    """Return the largest norm of the remainder of each observation's gradient by its effects.
 
-    They are those of effects in the tails, in units of the effects' inverse posterior SDs.
+    It is that of effects in the tails, in units of their inverse posterior SDs; infinite where the
+    gradient overflows.
     """
     plate = potential.plates[0]
     center = hierarchy.center.astype(potential.dtype)
@@ -173,21 +175,22 @@ def _compute_tail_gradients(
         gradients[rows] = _evaluate_tail_gradients(
             potential, arguments, center, probes, {plate.name: rows}
         )
-    return np.where(np.isfinite(gradients), gradients, 0.0)
+    return np.where(np.isfinite(gradients), gradients, np.inf)
 
 
 def _make_unit_effects(hierarchy: Preconditioner) -> np.ndarray:
-    """Return displacements of each effect of all groups by one posterior SD, given the others.
+    """Return displacements of all groups' effects, along columns of a factor of their covariance.
 
-    Two effects of one group are displaced along the columns of a factor of their covariance.
+    The covariance is that of the effects of a group given the shared parameters.
     """
     layout, factors = hierarchy.factor.layout, hierarchy.factor.effect_factors
     effects, shared = layout.split(layout.make_probes(with_shared=False))
     effects = np.einsum("abg,pbg->pag", factors, effects)
-    return np.asarray(hierarchy.expansion_to_displacement(layout.merge(effects, shared)))
+    return np.asarray(layout.merge(effects, shared))
 
 
 def _name_rows(potential: Potential, rows: np.ndarray) -> IncludedRows:
+    """Return row indices by plate, in increasing order; empty without any."""
     return ((potential.plates[0].name, tuple(np.sort(rows).tolist())),) if rows.size else ()
 
 
@@ -204,7 +207,7 @@ def precompile_influential_rows(
     rows = jax.ShapeDtypeStruct((_count_rows_per_call(potential),), np.int32)
     indices = {plate.name: rows}
     aot_compile(_evaluate_remainder_variances, potential, arguments, positions, indices)
-    if hierarchy is not None and _is_skewed(hierarchy):
+    if hierarchy is not None and _has_third_derivatives(hierarchy):
         center = jax.ShapeDtypeStruct((potential.dim,), potential.dtype)
         num_probes = hierarchy.factor.layout.num_effect_probes
         probes = jax.ShapeDtypeStruct((num_probes, potential.dim), potential.dtype)
@@ -218,14 +221,14 @@ def _count_rows_per_call(potential: Potential) -> int:
 
 
 def _split_rows(potential: Potential) -> list[np.ndarray]:
-    """Return the numbers of all rows in parts of the same length, of which the last may overlap."""
+    """Return the indices of all rows in parts of the same length, of which the last may overlap."""
     size, num_rows = potential.plates[0].size, _count_rows_per_call(potential)
     starts = [min(start, size - num_rows) for start in range(0, size, num_rows)]
     return [np.arange(start, start + num_rows, dtype=np.int32) for start in starts]
 
 
-def _is_skewed(hierarchy: Preconditioner) -> bool:
-    """Return True if the likelihood is so skewed that the effects have third derivatives."""
+def _has_third_derivatives(hierarchy: Preconditioner) -> bool:
+    """Return True if the fit has third derivatives of the effects, as their noise matters."""
     return hierarchy.reference_hessian.third_derivatives is not None
 
 
@@ -272,7 +275,11 @@ def _evaluate_tail_gradients(
             def evaluate(q: Array) -> Array:
                 return potential.pointwise_potentials(q, indices, arguments)
 
-            return jax.jvp(evaluate, (center + t * displacement,), (unit_effect,))[1]
+            # Derivatives of a `jax.custom_vjp` exist in reverse mode only, of which this is the
+            # transpose.
+            values, pull_back = jax.vjp(evaluate, center + t * displacement)
+            (along_effect,) = jax.linear_transpose(pull_back, values)((unit_effect,))
+            return along_effect
 
         def derive_twice(t: Array) -> tuple[Array, Array]:
             return jax.jvp(derive, (t,), (jnp.ones_like(t),))
@@ -291,28 +298,32 @@ def _evaluate_tail_gradients(
     return jax.lax.map(compute_norms, jnp.stack([*unit_effects, *pairs])).max(0)
 
 
-def choose_num_included(gradients: np.ndarray, batch_size: int, step_size: float) -> int:
-    """Return how many of the observations with the largest gradients minibatches have to include.
+def choose_num_included(
+    gradients: np.ndarray, batch_size: int, step_size: float, min_included: int = 0
+) -> tuple[int, float]:
+    """Return how many observations every minibatch has to include, and the step size they allow.
 
-    It is the smallest number with which the gradients of all others allow the step size, or else
-    the longest one.
+    It is the smallest number with which the gradients of the others allow 0.9 times the step size,
+    or 0.9 times the longest possible one.
 
-    :param gradients: of an observation of weight one.
+    :param gradients: remainders of the observations' gradients without weights, the first
+        ``min_included`` of any size, the others in decreasing order. Infinite ones, which may be
+        overflows where chains never are, are included and do not limit the step size.
     """
-    max_included = int(_MAX_INFLUENTIAL_BATCH_FRACTION * batch_size)
-    largest = -np.sort(-gradients)[: max_included + 1]
-    num_included = np.arange(len(largest))
-    max_step_sizes = _limit_step_size(largest, len(gradients), batch_size, num_included)
-    return int(np.argmax(np.minimum(max_step_sizes, step_size)))
-
-
-def _limit_step_size(largest: Any, size: int, batch_size: int, num_included: Any) -> Any:
-    """Return the step size that the largest gradient of an observation of weight one allows.
-
-    The weight of a sampled observation grows with the number of those included.
-    """
-    weight = (size - num_included) / (batch_size - num_included)
-    return _MAX_VELOCITY_CHANGE_SD / np.maximum(weight * largest, _MIN_GRADIENT)
+    size = len(gradients)
+    max_included = max(min_included, int(_MAX_INFLUENTIAL_BATCH_FRACTION * batch_size))
+    num_included = np.arange(min_included, max_included + 1)
+    # The weight of a sampled observation grows with the number of those included.
+    weights = (size - num_included) / (batch_size - num_included)
+    largest = gradients[num_included]
+    is_infinite = np.isinf(largest)
+    changes = np.where(is_infinite, np.inf, weights * np.where(is_infinite, 0.0, largest))
+    max_step_sizes = _MAX_VELOCITY_CHANGE_SD / np.maximum(changes, _MIN_GRADIENT)
+    if is_infinite.all():
+        return max_included, math.inf
+    allowed = np.minimum(max_step_sizes, step_size)
+    best = int(np.argmax(allowed >= _SUFFICIENT_STEP_SIZE_RATIO * allowed.max()))
+    return int(num_included[best]), float(max_step_sizes[best])
 
 
 def choose_num_influential(remainder_variances: np.ndarray, batch_size: int) -> int:

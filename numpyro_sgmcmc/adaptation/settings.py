@@ -98,7 +98,7 @@ class WarmupInputs:
     budget: WarmupBudget  # number of gradients that each stage may take
     progress: ProgressReporter = field(default_factory=ProgressReporter)  # display of the stages
     included_rows: IncludedRows = ()  # influential observations in every minibatch, by plate
-    # that the gradients of the other observations of a hierarchy allow with control variates
+    # longest step size that the other observations of a hierarchy allow with control variates
     max_step_size: float = math.inf
     # random generator, shared by all stages
     rng: np.random.Generator = field(default_factory=lambda: np.random.default_rng(WARMUP_SEED))

@@ -59,6 +59,8 @@ _MAX_ADVISED_TIME_RATIO, _MAX_ADVISED_STEP_SIZE_RATIO = 0.4, 2 / 3
 # thousands of draws take less time than the warm-up then.
 _ACCEPTABLE_SECONDS_PER_DRAW = 5e-4
 _MIN_WARNED_STEPS = 250  # of a draw; usual are 10 to 100
+# Of the step size to the one at which one observation changes an effect's velocity by its SD.
+_MIN_WARNED_STEP_SIZE_RATIO = 2.0
 _MIN_WARNED_R_HAT = 1.5  # of pilot chains: the run goes on from there and mostly converges below
 _ACCEPTABLE_WARMUP_SECONDS = 120.0  # of fits and pilot chains, on a CPU
 
@@ -354,6 +356,10 @@ def find_user_step_size_warnings(
     is_moving = -1.0 < discretisation_variance_inflation < math.inf
     if is_moving and max_mean_bias > _MIN_WARNED_MEAN_BIAS_RATIO * allowed_mean_bias:
         effects.append(f"bias means by up to {max_mean_bias:.2g} SD")
+    # A user's step size has no limit by the gradients of single observations.
+    max_step_size = inputs.max_step_size if choice.estimator.needs_hessian else math.inf
+    if step_size > _MIN_WARNED_STEP_SIZE_RATIO * max_step_size:
+        effects.append("move effects of groups far outside of the posterior")
     if not effects:
         return
     remedies = []
@@ -398,7 +404,7 @@ def _find_discretisation_warnings(
             "discretisation-means",
         )
         return
-    longest = step.trace.limits["dynamics"]
+    longest = step.trace.limits["observations"]
     limit = step.mean_bias.limit_step_size(longest, step_size, allowed)
     noise_limit = step.mean_bias.by_noise.limit_step_size(longest, step_size, allowed)
     is_underdamped = isinstance(inputs.settings.dynamics, UnderdampedLangevin)

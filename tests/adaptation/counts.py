@@ -12,15 +12,21 @@ from tests.adaptation.inputs import make_inputs
 NUM_GROUPS, NUM_ROWS = 200, 1_600
 
 
-def model(group, x, y, batch_size=None):
-    mean = numpyro.sample("mean", dist.Normal(0, 2))
-    scale = numpyro.sample("scale", dist.HalfNormal(1))
-    with numpyro.plate("groups", NUM_GROUPS):
-        effect = numpyro.sample("effect", dist.Normal(mean, scale).expand([2]).to_event(1))
-    with numpyro.plate("rows", len(y), subsample_size=batch_size) as i:
-        g = group[i]
-        eta = effect[g, 0] + x[i] * effect[g, 1]
-        numpyro.sample("y", dist.Poisson(jnp.exp(eta)), obs=y[i])
+def make_model(exp):
+    def model(group, x, y, batch_size=None):
+        mean = numpyro.sample("mean", dist.Normal(0, 2))
+        scale = numpyro.sample("scale", dist.HalfNormal(1))
+        with numpyro.plate("groups", NUM_GROUPS):
+            effect = numpyro.sample("effect", dist.Normal(mean, scale).expand([2]).to_event(1))
+        with numpyro.plate("rows", len(y), subsample_size=batch_size) as i:
+            g = group[i]
+            eta = effect[g, 0] + x[i] * effect[g, 1]
+            numpyro.sample("y", dist.Poisson(exp(eta)), obs=y[i])
+
+    return model
+
+
+model = make_model(jnp.exp)
 
 
 def make_data():
@@ -33,7 +39,7 @@ def make_data():
     return group, x, y
 
 
-def fit_counts(batch_size, as_array=jnp.asarray):
+def fit_counts(batch_size, as_array=jnp.asarray, model=model):
     """Return the inputs of a warm-up and the coordinates of the effects."""
     inputs = make_inputs(model, tuple(map(as_array, make_data())), batch_size)
     layout = find_block_arrow_layout(inputs.potential, inputs.arguments)

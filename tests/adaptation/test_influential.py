@@ -1,6 +1,9 @@
 """Influential observations are detected, and every minibatch includes them without bias."""
 
+import math
+import re
 import warnings
+from dataclasses import replace
 
 import jax
 import jax.numpy as jnp
@@ -12,6 +15,7 @@ from numpyro.infer import MCMC
 
 from numpyro_sgmcmc import SGHMCSplit, bias_report
 from numpyro_sgmcmc.adaptation import adapt
+from numpyro_sgmcmc.adaptation.batch_size import predict_draws
 from numpyro_sgmcmc.adaptation.batched_gradients import BatchedGradients
 from numpyro_sgmcmc.adaptation.budget import WarmupBudget
 from numpyro_sgmcmc.adaptation.hierarchical_fit import fit_hierarchy_from_each
@@ -21,13 +25,14 @@ from numpyro_sgmcmc.adaptation.influential import (
     find_influential_rows,
     find_influential_rows_of_groups,
 )
+from numpyro_sgmcmc.adaptation.step_size import choose_num_steps
 from numpyro_sgmcmc.adaptation.variational import MeanField
 from numpyro_sgmcmc.data.arguments import Arguments
 from numpyro_sgmcmc.data.subsampling import SUBSAMPLINGS, Plate, init_stream, sample_minibatches
-from numpyro_sgmcmc.errors import SubsampleSizeWarning
+from numpyro_sgmcmc.errors import StepSizeWarning, SubsampleSizeWarning
 from numpyro_sgmcmc.model.block_arrow import find_block_arrow_layout
 from numpyro_sgmcmc.model.subsampled import make_model_potential
-from tests.adaptation.counts import NUM_ROWS, fit_counts
+from tests.adaptation.counts import NUM_ROWS, fit_counts, make_model
 from tests.adaptation.counts import make_data as make_counts
 from tests.adaptation.inputs import make_inputs
 from tests.contract.kernels import quietly
@@ -125,6 +130,7 @@ def test_find_influential_rows_of_groups_of_high_dimension():
     ((_, rows),) = found.included
     assert set(np.flatnonzero(np.asarray(arguments.args[1]))) <= set(rows)
     assert len(rows) < 400  # a tenth of the minibatch
+    assert found.max_step_size == math.inf  # no third derivatives
     # As many weights, which every row depends on.
     fit = MeanField(hierarchy.center, hierarchy.sds)
     assert find_influential_rows(potential, arguments, fit, rng) == ()
@@ -133,7 +139,7 @@ def test_find_influential_rows_of_groups_of_high_dimension():
 @pytest.mark.parametrize(
     ("step_size", "expected"),
     [
-        (0.3, 3),  # sampled observations have weight 97 / 17 of 1: 0.3 * 97 / 17 * 0.5 < 1
+        (0.3, 3),  # sampled observations have weight 97 / 17: 0.3 * 97 / 17 * 0.5 < 1
         (0.03, 1),  # 0.03 * 99 / 19 * 6 < 1
         (0.01, 0),  # 0.01 * 100 / 20 * 9 < 1
         (1.0, 3),  # no number allows it, and this one the longest step
@@ -141,8 +147,30 @@ def test_find_influential_rows_of_groups_of_high_dimension():
 )
 def test_choose_num_included_is_the_smallest_that_allows_the_step_size(step_size, expected):
     gradients = np.full(100, 0.5)
-    gradients[[4, 50, 51]] = 9.0, 6.0, 6.0
-    assert choose_num_included(gradients, 20, step_size) == expected
+    gradients[:3] = 9.0, 6.0, 6.0
+    num_included, max_step_size = choose_num_included(gradients, 20, step_size)
+    assert num_included == expected
+    weight = (100 - expected) / (20 - expected)
+    assert max_step_size == pytest.approx(1 / (weight * gradients[expected]))
+
+
+def test_choose_num_included_is_at_most_half_of_a_minibatch():
+    assert choose_num_included(np.geomspace(1e9, 1e-9, 100), 20, 0.3)[0] == 10
+    # With equal gradients each included observation would shorten the step.
+    assert choose_num_included(np.full(100, 1.0), 20, 0.3)[0] == 0
+
+
+def test_choose_num_included_counts_those_that_are_included_already():
+    gradients = np.concatenate([np.full(5, 0.1), [9.0], np.full(94, 0.5)])
+    num_included, max_step_size = choose_num_included(gradients, 20, 0.3, min_included=5)
+    assert num_included == 6
+    assert max_step_size == pytest.approx(1 / (94 / 14 * 0.5))
+
+
+def test_choose_num_included_infinite_gradients_do_not_limit_the_step_size():
+    gradients = np.concatenate([np.full(4, np.inf), np.full(96, 1e-3)])
+    assert choose_num_included(gradients, 20, 0.3)[0] == 4
+    assert choose_num_included(np.full(100, np.inf), 20, 0.3) == (10, math.inf)
 
 
 @pytest.fixture(scope="module")
@@ -173,10 +201,11 @@ def test_find_influential_rows_of_groups_are_those_with_large_gradients(counts, 
     found = find_influential_rows_of_groups(
         inputs.potential, inputs.arguments, hierarchy, rng, step_size
     )
-    num_included = choose_num_included(gradients, 40, step_size)
+    num_included, _ = choose_num_included(-np.sort(-gradients), 40, step_size)
     assert 0 < num_included <= 20
     ((_, rows),) = found.included
-    assert set(np.argsort(-gradients)[:num_included]) <= set(rows)
+    # None is included for its variance.
+    assert set(np.argsort(-gradients)[:num_included]) == set(rows)
     # The largest of the others has the weight of a sampled observation.
     weight = (NUM_ROWS - len(rows)) / (40 - len(rows))
     expected = 1 / (weight * np.delete(gradients, rows).max())
@@ -186,13 +215,50 @@ def test_find_influential_rows_of_groups_are_those_with_large_gradients(counts, 
 def test_warm_up_of_groups_includes_observations_and_limits_the_step_size(counts):
     inputs, _ = counts
     position = np.zeros(inputs.potential.dim)
-    with pytest.warns(SubsampleSizeWarning, match="use subsample_size="):
+    with pytest.warns(SubsampleSizeWarning, match="recommended size"):
         adaptation = adapt(inputs.potential, inputs.arguments, inputs.settings, [position])
     ((_, rows),) = adaptation.included_rows
     assert 0 < len(rows) <= 20
     limits = adaptation.trace.step_size_limits
     assert "observations" in limits.binding
     assert limits.limits["observations"] < limits.limits["dynamics"]
+    step_size = limits.limits["observations"]
+    # Larger minibatches give sampled observations less weight, and allow longer steps.
+    choice, mean_bias = adaptation.trace.choice, adaptation.trace.predicted_mean_bias
+    plates = inputs.potential.with_included_rows(adaptation.included_rows).plates
+    present, larger = predict_draws(inputs.settings, plates, choice, limits, mean_bias, (1.0, 2.0))
+    assert present.num_steps == adaptation.num_steps
+    num_random = [40 - len(rows), 80 - len(rows)]
+    expected = choose_num_steps(
+        adaptation.relaxation_time, step_size * num_random[1] / num_random[0]
+    )
+    assert larger.num_steps == expected < present.num_steps
+
+
+def test_user_step_size_that_moves_effects_out_of_the_posterior_is_reported():
+    inputs, _ = fit_counts(40)
+    inputs = replace(inputs, settings=replace(inputs.settings, step_size=0.2))
+    position = np.zeros(inputs.potential.dim)
+    with pytest.warns(StepSizeWarning, match="effects of groups far outside") as caught:
+        adapt(inputs.potential, inputs.arguments, inputs.settings, [position])
+    (message,) = (str(w.message) for w in caught if w.category is StepSizeWarning)
+    assert 0.0 < float(re.search(r"use step_size=(\S+),", message)[1]) < 0.1
+
+
+def test_likelihood_with_a_derivative_in_reverse_mode_only_has_the_same_observations(counts):
+    @jax.custom_vjp
+    def exp(x):
+        return jnp.exp(x)
+
+    exp.defvjp(lambda x: (jnp.exp(x),) * 2, lambda y, gradient: (gradient * y,))
+    found = [
+        find_influential_rows_of_groups(
+            inputs.potential, inputs.arguments, hierarchy, np.random.default_rng(0), 0.3
+        )
+        for inputs, hierarchy in (counts, fit_counts(40, model=make_model(exp)))
+    ]
+    assert found[0].included == found[1].included
+    assert found[0].max_step_size == pytest.approx(found[1].max_step_size, rel=1e-3)
 
 
 # --- Minibatches --------------------------------------------------------------------------------

@@ -112,7 +112,8 @@ def make_choices(
         ControlVariate(), ContiguousSubsampling(), noise_stats, by_noise, inflation, 1.0
     )
     step_size = limit_step_size_by_mean_bias(inputs.settings, mean_bias, by_noise)
-    limits = {"gradient_noise": by_noise, "dynamics": by_noise, "mean_bias": step_size}
+    limits = dict.fromkeys(("gradient_noise", "dynamics", "observations"), by_noise)
+    limits["mean_bias"] = step_size
     trace = StepSizeTrace(limits)
     return inputs, choice, StepSizeChoice(step_size, trace, noise_stats, inflation, mean_bias)
 

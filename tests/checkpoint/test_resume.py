@@ -125,13 +125,13 @@ def test_run_on_host_arrays_is_resumed_bitwise(tmp_path, monkeypatch):
     data = [HostArray(x, name=n) for n, x in DATA._asdict().items()]
     kernel = kernel_of()
     whole, killed = (mcmc_of(tmp_path / name, kernel) for name in ("whole", "killed"))
-    whole.run(jax.random.key(1), *data, batch_size=160)
+    whole.run(jax.random.key(1), *data, batch_size=40)
     with monkeypatch.context() as patch:
         end_at(patch, 12, kill)
         with pytest.raises(Killed):
-            killed.run(jax.random.key(1), *data, batch_size=160)
+            killed.run(jax.random.key(1), *data, batch_size=40)
     resumed = mcmc_of(tmp_path / "killed", kernel_of())
-    resumed.resume(*data, batch_size=160)
+    resumed.resume(*data, batch_size=40)
     assert_bitwise_equal(resumed, outcome(whole))
     renamed = mcmc_of(tmp_path / "killed", kernel_of())
     renamed.resume(*[HostArray(x, name="renamed") for x in DATA], batch_size=40)
@@ -160,7 +160,7 @@ def test_source_failing_while_sampling_raises_and_can_be_resumed(tmp_path, is_re
     broken = mcmc_of(tmp_path / "broken", **settings)
     data = HostArray(DATA.X), HostArray(Failing(), name="y"), HostArray(DATA.counts)
     with pytest.raises(DataReadError, match=r"HostArray\('y', .*: OSError: disk on fire"):
-        broken.run(jax.random.key(1), *data, batch_size=160)
+        broken.run(jax.random.key(1), *data, batch_size=40)
     assert 0 < broken.get_samples(True)["beta"].shape[1] < 206
     if is_resumed:
         again, whole = (mcmc_of(tmp_path / name, **settings) for name in ("broken", "whole"))
