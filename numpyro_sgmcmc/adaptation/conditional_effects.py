@@ -79,6 +79,7 @@ class ConditionalEffects:
     - **deviation** - of the effects from their means at one of two points, shape ``(k, G)``.
     - **gradient** - its expectation over the effects, shape ``(d,)``.
     - **blocks** - D, if the effects are normal given the shared parameters, else None.
+    - **step** - the last step of the means, shape ``(k, G)``; None before the first.
     """
 
     position: np.ndarray
@@ -86,6 +87,7 @@ class ConditionalEffects:
     deviation: np.ndarray
     gradient: np.ndarray
     blocks: np.ndarray | None = None
+    step: np.ndarray | None = None
 
 
 @dataclass(frozen=True)
@@ -382,12 +384,13 @@ def update_effects(
     (step,) = -apply_covariance(factors, of_effects[None], linearisation.correlation)
     if not is_normal:  # else the step is exact
         step = np.clip(step, -bound, bound)
+        step, factors = _damp_oscillation(step, factors, conditional)
     position = conditional.position + layout.merge(step, no_shared)
     deviation = choose_deviation(linearisation, factors, blocks, signs)
     offsets = [deviation, -deviation]
     if len(layout.groupings) > 1:
         gradients, _ = evaluate(position, offsets, probes[:0])
-        return ConditionalEffects(position, factors, deviation, gradients.mean(0))
+        return ConditionalEffects(position, factors, deviation, gradients.mean(0), step=step)
     gradients, _ = evaluate(position, [*offsets, np.zeros_like(deviation)], probes[:0])
     (above, below, center), _ = layout.split(gradients)
     parts = np.stack([(above + below) / 2.0 - center, (above - below) / 2.0])
@@ -395,7 +398,25 @@ def update_effects(
     mean_squares = np.square(np.stack([even, odd - signs])).mean(-1)
     is_normal = bool(mean_squares.max() < _MAX_NONLINEARITY_SD**2)
     gradient = gradients[:2].mean(0)
-    return ConditionalEffects(position, factors, deviation, gradient, blocks if is_normal else None)
+    return ConditionalEffects(
+        position, factors, deviation, gradient, blocks if is_normal else None, step
+    )
+
+
+def _damp_oscillation(
+    step: np.ndarray, factors: np.ndarray, previous: ConditionalEffects
+) -> tuple[np.ndarray, np.ndarray]:
+    """Return step and factors, closer to the previous ones for groups whose step reverses.
+
+    The points at which an expectation is taken follow from the covariance at the previous points.
+    In groups of few rows with a skewed likelihood, both may oscillate.
+    """
+    if previous.step is None:
+        return step, factors
+    variances = np.square(factors).sum(1)
+    is_reversed = (step * previous.step / variances).sum(0) < 0.0
+    step = np.where(is_reversed, step / 2.0, step)
+    return step, np.where(is_reversed, (factors + previous.factors) / 2.0, factors)
 
 
 def choose_deviation(

@@ -67,7 +67,7 @@ _MAX_INFLUENTIAL_BATCH_FRACTION = 0.5
 _TAIL_DISTANCE_SD = 3.0
 # Largest change of an effect's velocity (without momentum, of its position) that the gradient of
 # one sampled observation may make in one step, in preconditioned coordinates, in which a velocity
-# has an SD of one. In the model of tests/adaptation/test_outlying_effects.py changes of two SDs
+# has an SD of one. In the model of tests/adaptation/scales_of_groups.py changes of two SDs
 # throw effects out of the posterior.
 _MAX_VELOCITY_CHANGE_SD = 1.0
 # Share of the longest possible step with which no more observations are included: each one adds to
