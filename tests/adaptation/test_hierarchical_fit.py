@@ -27,7 +27,6 @@ from numpyro_sgmcmc.adaptation.conditional_effects import (
     HierarchyFitError,
     evaluate_block_arrow,
     linearise,
-    update_effects,
 )
 from numpyro_sgmcmc.adaptation.effect_factors import (
     balance_signs,
@@ -755,6 +754,8 @@ def test_effects_of_few_rows_with_a_skewed_likelihood_converge():
     deviation = multiply_blocks(factors, signs)
     effects = ConditionalEffects(position, factors, deviation, np.zeros_like(position))
     for _ in range(40):
-        effects = update_effects(inputs, layout, linearisation, effects, signs, 0.7)
+        effects = conditional_effects.update_effects(
+            inputs, layout, linearisation, effects, signs, 0.7
+        )
     sds = np.sqrt(np.square(effects.factors).sum(1))
     assert np.abs(effects.step / sds).max() < 0.01
