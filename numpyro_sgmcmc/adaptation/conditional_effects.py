@@ -63,6 +63,8 @@ _MIN_MARGINAL_EIGENVALUE = 1e-6
 # and with balanced ones, whose gradient is odd, 2e-3.
 _MAX_NONLINEARITY_SD = 1e-4
 
+_MIN_DAMPED_STEP_SD = 0.05  # Newton step of a group's effects below which none is damped
+
 NOT_FINITE = "the gradient or the Hessian of the fit was not finite"
 
 
@@ -415,6 +417,7 @@ def _damp_oscillation(
         return step, factors
     variances = np.square(factors).sum(1)
     is_reversed = (step * previous.step / variances).sum(0) < 0.0
+    is_reversed &= (step**2 / variances).sum(0) > _MIN_DAMPED_STEP_SD**2
     step = np.where(is_reversed, step / 2.0, step)
     return step, np.where(is_reversed, (factors + previous.factors) / 2.0, factors)
 

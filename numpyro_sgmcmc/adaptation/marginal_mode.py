@@ -64,6 +64,10 @@ _REFRESH_DISTANCE = 1.0  # change of the shared parameters after which their cou
 _MIN_CURVATURE_RATIO = 1e-2  # of a secant over the model's, below which BFGS leaves it out
 # Newton decrement and distance at which a further fit is certain to end there.
 _NEAR_DECREMENT, _NEAR_DISTANCE_SD = 1.0, 2.0
+# Newton decrement up to which effects whose steps reverse oscillate: beyond it they follow the
+# shared parameters.
+_MAX_DAMPED_DECREMENT = 1.0
+_MIN_STEP_BOUND = 1e-3  # below which no step of the shared parameters is rejected
 
 
 class HierarchyNotConvergedError(HierarchyFitError):
@@ -186,6 +190,8 @@ def _find_mode(
             covariance = _update_bfgs(fit, step, moved.gradient)
             fit, moved = (replace(x, shared_covariance=covariance) for x in (fit, moved))
         has_grown = ratio > _MAX_DECREMENT_RATIO and decrement > _CONVERGED_DECREMENT
+        # A shorter step would make no difference where the effects' own steps cause the growth.
+        has_grown = has_grown and bound > _MIN_STEP_BOUND
         if not is_finite or has_grown:
             bound = _REJECTED_STEP_FACTOR * min(bound, largest)
             continue
@@ -235,6 +241,8 @@ def _move(
     shift = -linearisation.apply_covariance(linearisation.strips.multiply(step))
     position = fit.conditional.position + layout.merge(shift, step)
     conditional, effect_step_sd = replace(fit.conditional, position=position), np.inf
+    if fit.decrement > _MAX_DAMPED_DECREMENT:
+        conditional = replace(conditional, step=None)
     for _ in range(2):
         conditional = update_effects(inputs, layout, linearisation, conditional, signs, bound)
         of_effects, _ = layout.split(conditional.gradient)
