@@ -758,4 +758,4 @@ def test_effects_of_few_rows_with_a_skewed_likelihood_converge():
             inputs, layout, linearisation, effects, signs, 0.7
         )
     sds = np.sqrt(np.square(effects.factors).sum(1))
-    assert np.abs(effects.step / sds).max() < 0.01
+    assert np.abs(effects.step / sds).max() < 0.2  # undamped, it is 0.4 or more
