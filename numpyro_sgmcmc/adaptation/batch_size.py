@@ -26,6 +26,7 @@ from numpyro_sgmcmc.adaptation.step_size import (
     PredictedMeanBias,
     choose_num_steps,
     limit_step_size_by_mean_bias,
+    limit_step_size_by_observations,
 )
 from numpyro_sgmcmc.data.arguments import Arguments
 from numpyro_sgmcmc.data.subsampling import Plate
@@ -186,12 +187,14 @@ def _predict_draw(
         step_size = noise_limit.limit_step_size(noise_stats)[0]
         if "dynamics" in limits.binding:  # by unusual options of the kernel
             step_size = min(step_size, limits.limits["dynamics"])
-        if "observations" in limits.binding:  # proportional to the number of sampled rows
-            (plate,) = plates
-            num_random = plate.random_part.subsample_size
-            other_num_random = batch_sizes[plate.name] - len(plate.included_rows)
-            limit = limits.limits["observations"] * other_num_random / num_random
-            step_size = min(step_size, limit if noise_ratio > 0.0 else math.inf)
+        if noise_ratio > 0.0:  # some rows are sampled
+            # The weight of a sampled row is inversely proportional to their number.
+            num_sampled_ratio = min(
+                (batch_sizes[p.name] - len(p.included_rows)) / p.random_part.subsample_size
+                for p in plates
+            )
+            max_step_size = choice.max_step_size * num_sampled_ratio
+            step_size = limit_step_size_by_observations(settings, max_step_size, step_size)
         step_size = limit_step_size_by_mean_bias(settings, mean_bias, step_size, batch_size_factor)
     relaxation_time = dynamics.relaxation_time(step_size, noise_stats.variance)
     relaxation_time *= mean_bias.coupling.relaxation_factor

@@ -95,7 +95,7 @@ def build_coordinates(
     preconditioner = Preconditioner(conditional.position, factor, gradient, of_rows)
     if not preconditioner.is_finite():
         raise HierarchyFitError(NOT_FINITE)
-    is_normal = conditional.blocks is not None
+    is_normal = conditional.is_normal
     is_usable = is_normal and linearisation.scaled is None
     return UnrefinedFit(preconditioner, is_normal, linearisation if is_usable else None)
 

@@ -63,7 +63,9 @@ _MIN_MARGINAL_EIGENVALUE = 1e-6
 # and with balanced ones, whose gradient is odd, 2e-3.
 _MAX_NONLINEARITY_SD = 1e-4
 
-_MIN_DAMPED_STEP_SD = 0.05  # Newton step of a group's effects below which none is damped
+# Newton step of a group's effects, in posterior SDs, below which it is not damped: a shorter one
+# hardly changes the gradient of the marginal.
+_MIN_DAMPED_STEP_SD = 0.05
 
 NOT_FINITE = "the gradient or the Hessian of the fit was not finite"
 
@@ -80,7 +82,8 @@ class ConditionalEffects:
     - **factors** - F with F F^T the covariances of the effects, shape ``(k, k, G)``.
     - **deviation** - of the effects from their means at one of two points, shape ``(k, G)``.
     - **gradient** - its expectation over the effects, shape ``(d,)``.
-    - **blocks** - D, if the effects are normal given the shared parameters, else None.
+    - **blocks** - D, shape ``(k, k, G)``.
+    - **is_normal** - whether the effects are normal given the shared parameters.
     - **step** - the last step of the means, shape ``(k, G)``; None before the first.
     """
 
@@ -88,7 +91,8 @@ class ConditionalEffects:
     factors: np.ndarray
     deviation: np.ndarray
     gradient: np.ndarray
-    blocks: np.ndarray | None = None
+    blocks: np.ndarray
+    is_normal: bool = False
     step: np.ndarray | None = None
 
 
@@ -236,7 +240,7 @@ def linearise_normal(
         couple that did not in the previous linearisation.
     """
     coloring, factors = previous.coloring, conditional.factors
-    if conditional.blocks is None or coloring is None:
+    if not conditional.is_normal or coloring is None:
         return None
     hessian = replace(previous.hessian, blocks=conditional.blocks)
     vector = _draw_shared_vector(hessian)
@@ -377,7 +381,7 @@ def update_effects(
         return _sum_products(inputs, points, directions, linearisation.scaled)
 
     # The blocks do not depend on effects that are normal.
-    is_normal, deviation = conditional.blocks is not None, conditional.deviation
+    is_normal, deviation = conditional.is_normal, conditional.deviation
     offsets = [np.zeros_like(deviation)] if is_normal else [deviation, -deviation]
     gradients, products = evaluate(conditional.position, offsets, probes)
     of_effects, _ = layout.split(gradients.mean(0))
@@ -386,13 +390,15 @@ def update_effects(
     (step,) = -apply_covariance(factors, of_effects[None], linearisation.correlation)
     if not is_normal:  # else the step is exact
         step = np.clip(step, -bound, bound)
-        step, factors = _damp_oscillation(step, factors, conditional)
+    if not is_normal and len(layout.groupings) == 1:
+        step, blocks = _damp_oscillation(step, factors, blocks, conditional)
+        factors = factorize_inverse_blocks(blocks)
     position = conditional.position + layout.merge(step, no_shared)
     deviation = choose_deviation(linearisation, factors, blocks, signs)
     offsets = [deviation, -deviation]
     if len(layout.groupings) > 1:
         gradients, _ = evaluate(position, offsets, probes[:0])
-        return ConditionalEffects(position, factors, deviation, gradients.mean(0), step=step)
+        return ConditionalEffects(position, factors, deviation, gradients.mean(0), blocks)
     gradients, _ = evaluate(position, [*offsets, np.zeros_like(deviation)], probes[:0])
     (above, below, center), _ = layout.split(gradients)
     parts = np.stack([(above + below) / 2.0 - center, (above - below) / 2.0])
@@ -400,26 +406,24 @@ def update_effects(
     mean_squares = np.square(np.stack([even, odd - signs])).mean(-1)
     is_normal = bool(mean_squares.max() < _MAX_NONLINEARITY_SD**2)
     gradient = gradients[:2].mean(0)
-    return ConditionalEffects(
-        position, factors, deviation, gradient, blocks if is_normal else None, step
-    )
+    return ConditionalEffects(position, factors, deviation, gradient, blocks, is_normal, step)
 
 
 def _damp_oscillation(
-    step: np.ndarray, factors: np.ndarray, previous: ConditionalEffects
+    step: np.ndarray, factors: np.ndarray, blocks: np.ndarray, previous: ConditionalEffects
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Return step and factors, closer to the previous ones for groups whose step reverses.
+    """Return half the step, and the mean of the blocks, for groups whose step reverses.
 
     The points at which an expectation is taken follow from the covariance at the previous points.
     In groups of few rows with a skewed likelihood, both may oscillate.
     """
     if previous.step is None:
-        return step, factors
+        return step, blocks
     variances = np.square(factors).sum(1)
     is_reversed = (step * previous.step / variances).sum(0) < 0.0
     is_reversed &= (step**2 / variances).sum(0) > _MIN_DAMPED_STEP_SD**2
     step = np.where(is_reversed, step / 2.0, step)
-    return step, np.where(is_reversed, (factors + previous.factors) / 2.0, factors)
+    return step, np.where(is_reversed, (blocks + previous.blocks) / 2.0, blocks)
 
 
 def choose_deviation(

@@ -63,14 +63,14 @@ _MIN_GRADIENT_NOISE_VARIANCE = 0.02
 _MAX_INFLUENTIAL_BATCH_FRACTION = 0.5
 
 # Distance of effects from their centers at which gradients are compared with their expansions, in
-# posterior SDs: one of 370 normal draws is as far.
+# posterior SDs given the shared parameters: one of 370 normal draws is as far.
 _TAIL_DISTANCE_SD = 3.0
 # Largest change of an effect's velocity (without momentum, of its position) that the gradient of
 # one sampled observation may make in one step, in preconditioned coordinates, in which a velocity
-# has an SD of one. In the model of tests/adaptation/scales_of_groups.py changes of two SDs
-# throw effects out of the posterior.
+# has an SD of one. In the model of tests/adaptation/scales_of_groups.py, changes of two SDs moved
+# effects to a distance of up to 400 posterior SDs.
 _MAX_VELOCITY_CHANGE_SD = 1.0
-# Share of the longest possible step with which no more observations are included: each one adds to
+# Of the longest possible step size, with which no more observations are included: each one adds to
 # the weight of those that are sampled.
 _SUFFICIENT_STEP_SIZE_RATIO = 0.9
 _MIN_GRADIENT = 1e-30  # in place of zero
@@ -135,7 +135,7 @@ def find_influential_rows_of_groups(
         return InfluentialRows(_name_rows(potential, by_variance))
     gradients = _compute_tail_gradients(potential, arguments, hierarchy)
     is_included = np.isin(np.arange(len(gradients)), by_variance)
-    order = np.argsort(np.where(is_included, -np.inf, -gradients), kind="stable")
+    order = np.lexsort((-gradients, ~is_included))  # those that are included, then the largest
     num_included, max_step_size = choose_num_included(
         gradients[order], batch_size, step_size, num_influential
     )
@@ -164,8 +164,8 @@ def _compute_tail_gradients(
 ) -> np.ndarray:
     """Return the largest norm of the remainder of each observation's gradient by its effects.
 
-    It is that of effects in the tails, in units of their inverse posterior SDs; infinite where the
-    gradient overflows.
+    It is that of effects in the tails, in units of their inverse posterior SDs given the shared
+    parameters; infinite where its square overflows.
     """
     plate = potential.plates[0]
     center = hierarchy.center.astype(potential.dtype)
@@ -303,24 +303,25 @@ def choose_num_included(
 ) -> tuple[int, float]:
     """Return how many observations every minibatch has to include, and the step size they allow.
 
-    It is the smallest number with which the gradients of the others allow 0.9 times the step size,
-    or 0.9 times the longest possible one.
+    It is the smallest number for which the step size, limited by the gradients of the others, is
+    0.9 of the longest possible one.
 
     :param gradients: remainders of the observations' gradients without weights, the first
-        ``min_included`` of any size, the others in decreasing order. Infinite ones, which may be
-        overflows where chains never are, are included and do not limit the step size.
+        ``min_included`` of any size, the others in decreasing order. Observations with infinite
+        ones, which may be overflows far from all chains, are included, but do not limit the step
+        size.
     """
     size = len(gradients)
     max_included = max(min_included, int(_MAX_INFLUENTIAL_BATCH_FRACTION * batch_size))
-    num_included = np.arange(min_included, max_included + 1)
+    others = gradients[min_included:]
+    finite = others[np.isfinite(others)]
+    num_infinite = len(others) - len(finite)
+    num_included = np.arange(min(min_included + num_infinite, max_included), max_included + 1)
     # The weight of a sampled observation grows with the number of those included.
     weights = (size - num_included) / (batch_size - num_included)
-    largest = gradients[num_included]
-    is_infinite = np.isinf(largest)
-    changes = np.where(is_infinite, np.inf, weights * np.where(is_infinite, 0.0, largest))
-    max_step_sizes = _MAX_VELOCITY_CHANGE_SD / np.maximum(changes, _MIN_GRADIENT)
-    if is_infinite.all():
-        return max_included, math.inf
+    num_finite_included = np.maximum(num_included - min_included - num_infinite, 0)
+    largest = np.append(finite, 0.0)[num_finite_included]
+    max_step_sizes = _MAX_VELOCITY_CHANGE_SD / np.maximum(weights * largest, _MIN_GRADIENT)
     allowed = np.minimum(max_step_sizes, step_size)
     best = int(np.argmax(allowed >= _SUFFICIENT_STEP_SIZE_RATIO * allowed.max()))
     return int(num_included[best]), float(max_step_sizes[best])

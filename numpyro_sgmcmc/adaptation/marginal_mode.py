@@ -64,10 +64,10 @@ _REFRESH_DISTANCE = 1.0  # change of the shared parameters after which their cou
 _MIN_CURVATURE_RATIO = 1e-2  # of a secant over the model's, below which BFGS leaves it out
 # Newton decrement and distance at which a further fit is certain to end there.
 _NEAR_DECREMENT, _NEAR_DISTANCE_SD = 1.0, 2.0
-# Newton decrement up to which effects whose steps reverse oscillate: beyond it they follow the
-# shared parameters.
+# Newton decrement up to which effects oscillate if their step reverses after one of the shared
+# parameters. After a longer one, they follow the shared parameters.
 _MAX_DAMPED_DECREMENT = 1.0
-_MIN_STEP_BOUND = 1e-3  # below which no step of the shared parameters is rejected
+_MAX_REJECTED_STEPS = 6  # one after the other: the last is 0.3^6 = 0.0007 times as long
 
 
 class HierarchyNotConvergedError(HierarchyFitError):
@@ -124,8 +124,9 @@ def fit_marginal(
         linearisation = linearise(inputs, layout, position, scaled)
     signs = balance_signs(linearisation.factors)
     factors = linearisation.factors
-    deviation = choose_deviation(linearisation, factors, linearisation.hessian.blocks, signs)
-    conditional = ConditionalEffects(position, factors, deviation, np.zeros_like(position))
+    blocks = linearisation.hessian.blocks
+    deviation = choose_deviation(linearisation, factors, blocks, signs)
+    conditional = ConditionalEffects(position, factors, deviation, np.zeros_like(position), blocks)
     bound = _INIT_STEP_BOUND
     for _ in range(2):
         conditional = update_effects(inputs, layout, linearisation, conditional, signs, bound)
@@ -165,7 +166,8 @@ def _find_mode(
     :return: None where it does not converge.
     """
     fit = MarginalFit.create(linearisation, conditional)
-    bound, distance, num_converged, num_distant = _INIT_STEP_BOUND, 0.0, 0, 0
+    bound, distance = _INIT_STEP_BOUND, 0.0
+    num_converged = num_distant = num_rejected = 0
     # Where Newton steps follow, the covariance need not be that of many secants.
     is_refined = linearisation.hessian.pairs is None and layout.num_shared <= MAX_REFINED_SHARED
     is_checked = not is_refined
@@ -185,17 +187,18 @@ def _find_mode(
         is_finite = np.isfinite(moved.gradient).all()
         decrement = fit.decrement
         ratio = moved.decrement / max(decrement, np.finfo(float).tiny)
-        if is_finite and decrement > _MIN_SECANT_DECREMENT:
+        has_grown = ratio > _MAX_DECREMENT_RATIO and decrement > _CONVERGED_DECREMENT
+        # After many shorter steps, the growth is that of the effects' own steps.
+        by_effects = has_grown and num_rejected >= _MAX_REJECTED_STEPS
+        if is_finite and decrement > _MIN_SECANT_DECREMENT and not by_effects:
             # Also of a step that is rejected: the next one from here is better.
             covariance = _update_bfgs(fit, step, moved.gradient)
             fit, moved = (replace(x, shared_covariance=covariance) for x in (fit, moved))
-        has_grown = ratio > _MAX_DECREMENT_RATIO and decrement > _CONVERGED_DECREMENT
-        # A shorter step would make no difference where the effects' own steps cause the growth.
-        has_grown = has_grown and bound > _MIN_STEP_BOUND
-        if not is_finite or has_grown:
+        if not is_finite or (has_grown and not by_effects):
             bound = _REJECTED_STEP_FACTOR * min(bound, largest)
+            num_rejected += 1
             continue
-        fit = moved
+        fit, num_rejected = moved, 0
         bound = 2.0 * bound if ratio < 1.0 and largest > bound else _INIT_STEP_BOUND
         distance += np.abs(step).max()
         refreshed = None

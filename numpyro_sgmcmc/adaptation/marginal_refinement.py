@@ -258,7 +258,9 @@ def _compute_covariance(
     factors = factorize_inverse_blocks(blocks)
     deviations = [multiply_blocks(factors, signs) for signs in patterns]
     no_gradient = np.zeros_like(center)  # not used
-    effects = ConditionalEffects(center, factors, deviations[0], no_gradient, blocks)
+    effects = ConditionalEffects(
+        center, factors, deviations[0], no_gradient, blocks, is_normal=True
+    )
     found = linearise_normal(marginal.inputs, marginal.layout, linearisation, effects, deviations)
     return found.shared_covariance if found is not None and found.is_marginal else None
 

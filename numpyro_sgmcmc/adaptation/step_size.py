@@ -192,7 +192,7 @@ def choose_step_size(
         )
     dynamics_limit = float(step_size)
     if settings.step_size is None:
-        step_size = _limit_step_size_by_observations(inputs, choice, step_size)
+        step_size = limit_step_size_by_observations(settings, choice.max_step_size, step_size)
     observations_limit = float(step_size)
     mean_bias = PredictedMeanBias()
     if inputs.potential.local_latents is None and has_dominant_mode:
@@ -229,7 +229,7 @@ def recommend_step_size(
 ) -> float:
     """Return the step size that would be chosen in place of the user's."""
     step_size, _ = _limit_step_size_by_dynamics(inputs, bound_dynamics, choice)
-    step_size = _limit_step_size_by_observations(inputs, choice, step_size)
+    step_size = limit_step_size_by_observations(inputs.settings, choice.max_step_size, step_size)
     return limit_step_size_by_mean_bias(inputs.settings, mean_bias, step_size)
 
 
@@ -393,14 +393,12 @@ def _limit_step_size_by_dynamics(
     )
 
 
-def _limit_step_size_by_observations(
-    inputs: WarmupInputs, choice: SubsamplingChoice, step_size: float
+def limit_step_size_by_observations(
+    settings: WarmupSettings, max_step_size: float, step_size: float
 ) -> float:
-    """Return a shorter step size where control variates leave single observations' gradients."""
-    if not choice.estimator.needs_hessian:
-        return step_size
-    min_step_size = inputs.settings.dynamics.relaxation_time(step_size) / MAX_NUM_STEPS
-    return min(step_size, max(inputs.max_step_size, min_step_size))
+    """Shorten the step size to what the gradients of single observations allow."""
+    min_step_size = settings.dynamics.relaxation_time(step_size) / MAX_NUM_STEPS
+    return min(step_size, max(max_step_size, min_step_size))
 
 
 def limit_step_size_by_mean_bias(

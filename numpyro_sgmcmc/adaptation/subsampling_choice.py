@@ -13,6 +13,7 @@ separate minibatches (:class:`.MonitorGradients`).
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
@@ -142,9 +143,12 @@ def choose_subsampling(
     subsampling = candidates.subsampling
     if subsampling is None:
         subsampling = _choose_subsampling(inputs, bulk, noise, iid, contiguous)
+    choice = contiguous if subsampling.is_contiguous else iid
     return replace(
-        contiguous if subsampling.is_contiguous else iid,
+        choice,
         subsampling=subsampling,
+        # Of what second-order control variates leave of the gradients.
+        max_step_size=inputs.max_step_size if choice.estimator.needs_hessian else math.inf,
         num_factor_products=bulk.preconditioner.num_products,
     )
 

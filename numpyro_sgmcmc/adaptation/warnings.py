@@ -59,8 +59,7 @@ _MAX_ADVISED_TIME_RATIO, _MAX_ADVISED_STEP_SIZE_RATIO = 0.4, 2 / 3
 # thousands of draws take less time than the warm-up then.
 _ACCEPTABLE_SECONDS_PER_DRAW = 5e-4
 _MIN_WARNED_STEPS = 250  # of a draw; usual are 10 to 100
-# Of the step size to the one at which one observation changes an effect's velocity by its SD.
-_MIN_WARNED_STEP_SIZE_RATIO = 2.0
+_MIN_WARNED_VELOCITY_CHANGE_SD = 2.0  # by the gradient of one row in a step of the user's size
 _MIN_WARNED_R_HAT = 1.5  # of pilot chains: the run goes on from there and mostly converges below
 _ACCEPTABLE_WARMUP_SECONDS = 120.0  # of fits and pilot chains, on a CPU
 
@@ -356,10 +355,12 @@ def find_user_step_size_warnings(
     is_moving = -1.0 < discretisation_variance_inflation < math.inf
     if is_moving and max_mean_bias > _MIN_WARNED_MEAN_BIAS_RATIO * allowed_mean_bias:
         effects.append(f"bias means by up to {max_mean_bias:.2g} SD")
-    # A user's step size has no limit by the gradients of single observations.
-    max_step_size = inputs.max_step_size if choice.estimator.needs_hessian else math.inf
-    if step_size > _MIN_WARNED_STEP_SIZE_RATIO * max_step_size:
-        effects.append("move effects of groups far outside of the posterior")
+    velocity_change = step_size / choice.max_step_size
+    if velocity_change > _MIN_WARNED_VELOCITY_CHANGE_SD:
+        effects.append(
+            f"move effects far outside of the posterior (the gradient of one row changes their "
+            f"velocity by up to {velocity_change:.2g} SD in a step)"
+        )
     if not effects:
         return
     remedies = []

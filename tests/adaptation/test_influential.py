@@ -170,7 +170,18 @@ def test_choose_num_included_counts_those_that_are_included_already():
 def test_choose_num_included_infinite_gradients_do_not_limit_the_step_size():
     gradients = np.concatenate([np.full(4, np.inf), np.full(96, 1e-3)])
     assert choose_num_included(gradients, 20, 0.3)[0] == 4
-    assert choose_num_included(np.full(100, np.inf), 20, 0.3) == (10, math.inf)
+    gradients[:30] = np.inf  # more than half a minibatch
+    num_included, max_step_size = choose_num_included(gradients, 20, 0.3)
+    assert num_included == 10
+    assert max_step_size == pytest.approx(1 / (90 / 10 * 1e-3))
+    assert choose_num_included(np.full(100, np.inf), 20, 0.3)[1] > 1e9
+
+
+def test_choose_num_included_is_no_larger_for_a_tenth_of_the_step_size():
+    gradients = np.concatenate([[9.0, 1.02, 1.01], np.full(97, 1.0)])
+    assert choose_num_included(gradients, 20, 0.3)[0] == 1
+    gradients[1:3] = 1.5
+    assert choose_num_included(gradients, 20, 0.3)[0] == 3
 
 
 @pytest.fixture(scope="module")
@@ -239,7 +250,7 @@ def test_user_step_size_that_moves_effects_out_of_the_posterior_is_reported():
     inputs, _ = fit_counts(40)
     inputs = replace(inputs, settings=replace(inputs.settings, step_size=0.2))
     position = np.zeros(inputs.potential.dim)
-    with pytest.warns(StepSizeWarning, match="effects of groups far outside") as caught:
+    with pytest.warns(StepSizeWarning, match="effects far outside") as caught:
         adapt(inputs.potential, inputs.arguments, inputs.settings, [position])
     (message,) = (str(w.message) for w in caught if w.category is StepSizeWarning)
     assert 0.0 < float(re.search(r"use step_size=(\S+),", message)[1]) < 0.1
