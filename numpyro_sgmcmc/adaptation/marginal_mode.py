@@ -49,6 +49,8 @@ _MAX_JOINT_ITERATIONS = 20  # from the mode with independent deviations
 # Newton decrement, in posterior SDs of the shared parameters, at which the fit has converged, and
 # iterations in a row below it.
 _CONVERGED_DECREMENT, _NUM_CONVERGED = 0.1, 2
+# The same by the covariance of the linearisation, which is not that of the marginal.
+_MAX_CHECKED_DECREMENT = 1.0
 _MIN_SECANT_DECREMENT = 1e-3  # before a step, below which changes of the gradient are rounding
 # Bound on the change of each coordinate in one iteration, in unconstrained units; it doubles while
 # steps reduce the gradient.
@@ -170,7 +172,7 @@ def _find_mode(
     num_converged = num_distant = num_rejected = 0
     # Where Newton steps follow, the covariance need not be that of many secants.
     is_refined = linearisation.hessian.pairs is None and layout.num_shared <= MAX_REFINED_SHARED
-    is_checked = not is_refined
+    is_checked = False
     # More products than those of the effects would take longer than BFGS.
     coloring = linearisation.coloring
     is_newton = coloring is not None and coloring.num_colors < layout.effects_per_group
@@ -215,16 +217,18 @@ def _find_mode(
             return fit
         if num_converged < _NUM_CONVERGED:
             continue
-        if is_checked or (refreshed is not None and refreshed.is_marginal):
+        if not is_refined or (refreshed is not None and refreshed.is_marginal):
             return fit
         # Secants where a step overshot may have made the covariance far too small.
         refreshed = linearise_normal(inputs, layout, fit.linearisation, fit.conditional)
         if refreshed is None:
             refreshed = relinearise(inputs, layout, fit.linearisation, fit.conditional)
-        fit, distance = MarginalFit.create(refreshed, fit.conditional), 0.0
-        if refreshed.is_marginal and fit.decrement < _CONVERGED_DECREMENT:
+        checked, distance = MarginalFit.create(refreshed, fit.conditional), 0.0
+        if refreshed.is_marginal and checked.decrement < _CONVERGED_DECREMENT:
+            return checked
+        if is_checked and checked.decrement < _MAX_CHECKED_DECREMENT:
             return fit
-        num_converged, is_checked = 0, True
+        fit, num_converged, is_checked = checked, 0, True
     return None
 
 
