@@ -75,7 +75,8 @@ def add_needed_terms(inputs: WarmupInputs, fit: Preconditioner) -> Preconditione
     of_effects_left, left = measure_hierarchy_noise(
         replace(bulk, preconditioner=trial), estimator, rng
     )
-    if has_noisy_effects and of_effects_left <= _MAX_REMAINING_FRACTION * of_effects:
+    # What is left may be the noise of a few rows, which every minibatch will then include.
+    if has_noisy_effects and of_effects_left < of_effects:
         hessian = add_third_derivatives(inputs, fit, hessian)
     is_needed = (noise >= _MIN_NOISE_VARIANCE) & (left <= _MAX_REMAINING_FRACTION * noise)
     noisiest = np.argsort(-np.where(is_needed, noise, 0.0), kind="stable")
