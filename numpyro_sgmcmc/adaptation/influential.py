@@ -67,8 +67,8 @@ _MAX_INFLUENTIAL_BATCH_FRACTION = 0.5
 _TAIL_DISTANCE_SD = 3.0
 # Largest change of an effect's velocity (without momentum, of its position) that the gradient of
 # one sampled observation may make in one step, in preconditioned coordinates, in which a velocity
-# has an SD of one. In the model of tests/adaptation/scales_of_groups.py, changes of two SDs moved
-# effects to a distance of up to 400 posterior SDs.
+# has an SD of one. Without this limit, effects in tests/adaptation/test_outlying_effects.py move by
+# more than ten posterior SDs.
 _MAX_VELOCITY_CHANGE_SD = 1.0
 # Of the longest possible step size, with which no more observations are included: each one adds to
 # the weight of those that are sampled.

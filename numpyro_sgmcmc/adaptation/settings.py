@@ -158,7 +158,7 @@ class SubsamplingChoice:
     step_size: float  # longest step size for the curvature and this noise
     variance_inflation: float  # relative increase of posterior variances predicted at it
     max_curvature: float  # largest preconditioned curvature
-    # that the gradients of single observations of a hierarchy allow
+    # longest step size that the gradients of single observations of a hierarchy allow
     max_step_size: float = math.inf
     # multiplications of a step by a large matrix, which do not depend on the batch size
     num_factor_products: int = 0
