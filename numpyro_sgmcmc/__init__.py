@@ -19,6 +19,7 @@ from numpyro_sgmcmc.diagnostics import (
 )
 from numpyro_sgmcmc.model.handlers import localised
 from numpyro_sgmcmc.sampling import *  # noqa: F403
+from numpyro_sgmcmc.sampling.training import train_and_sample, train_weights
 
 __all__ = [
     "CheckpointedMCMC",
@@ -38,6 +39,8 @@ __all__ = [
     "shuffle_rows",
     "suggest_subsample_size",
     "to_arviz",
+    "train_and_sample",
+    "train_weights",
     "warmup_report",
 ]
 __all__ += sampling.__all__

@@ -12,7 +12,7 @@ __all__ = ["get_section"]
 _ENTRIES_BY_SECTION = {
     "Initial values are invalid or have no finite log density": (
         "no-finite-initial-position init-params-not-finite init-strategy init-params "
-        "potential-fn-init-params localised"
+        "potential-fn-init-params localised training"
     ),
     "Gradient noise biases SDs or means": (
         "gradient-noise-sds gradient-noise-means"  # vocabulary: ok

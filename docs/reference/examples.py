@@ -65,6 +65,18 @@ kernel = numpyro_sgmcmc.SGLD(model, step_size=schedules.Polynomial(0.05))
 # -- numpyro_sgmcmc.kernel.Options
 kernel = SGHMCSplit(model, target_sd_bias=0.02, subsampling="shuffled")
 
+# -- numpyro_sgmcmc.train_weights
+trained = numpyro_sgmcmc.train_weights(
+    model, jax.random.key(0), 1_000, X, y, batch_size=100, progress_bar=False
+)
+kernel = SGHMCSplit(numpyro_sgmcmc.localised(model, trained.center, precision=100.0))
+
+# -- numpyro_sgmcmc.train_and_sample
+trained_mcmc = numpyro_sgmcmc.train_and_sample(
+    model, jax.random.key(0), X, y, batch_size=100, precision=100.0, num_train_steps=1_000,
+    num_chains=2, progress_bar=False,
+)  # fmt: skip
+
 # -- numpyro_sgmcmc.localised
 center = {"beta": jnp.array([1.5, 0.0, 0.0])}  # such as guide.median(params)
 kernel = SGHMCSplit(numpyro_sgmcmc.localised(model, center, precision=100.0))
