@@ -10,13 +10,14 @@ import jax.numpy as jnp
 import numpy as np
 import numpyro
 import numpyro.distributions as dist
+import optax
 import pytest
 from jax import lax, random
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
-from numpyro.infer import MCMC, init_to_uniform
+from numpyro.infer import MCMC, init_to_uniform, init_to_value
 from numpyro.infer.util import potential_energy
 
-from numpyro_sgmcmc import SGHMCSplit, ShardedArray, bias_report
+from numpyro_sgmcmc import SGHMCSplit, ShardedArray, bias_report, train_weights
 from numpyro_sgmcmc.adaptation.batched_gradients import sample_minibatch_indices, sample_subset
 from numpyro_sgmcmc.adaptation.hierarchical_fit import fit_hierarchy_from_each
 from numpyro_sgmcmc.data.arguments import Arguments
@@ -127,6 +128,25 @@ def check_passes_over_uneven_shards_give_the_values_of_one_device():
 
 def check_passes_over_even_shards_give_the_values_of_one_device():
     assert_passes_over_all_rows_are_those_of_one_device(LAYOUTS["even"])
+
+
+def check_losses_of_a_training_epoch_on_shards_have_the_mean_of_all_rows():
+    counts = (16, 16, 16, 16)
+    potential, arguments, exact = make_potential(counts, 16)
+    q = positions(potential.dim)[0]
+    start = potential.constrain(potential.unravel(q), arguments)
+    trained = train_weights(
+        regression,
+        random.key(0),
+        4,
+        *arguments.args,
+        optimizer=optax.sgd(0.0),
+        init_strategy=init_to_value(values=start),
+        progress_bar=False,
+        batch_size=16,
+    )
+    assert np.std(trained.losses) > 0.1
+    assert_close(np.mean(trained.losses), exact(q))
 
 
 def check_gradient_on_shards_of_any_size_is_unbiased():
