@@ -190,8 +190,9 @@ SMALL = Size(
     100,
     15,
     rates=(0.01, 0.03, 0.1),
-    precisions=(1.0, 3.0, 10.0, 30.0),
-    steps=(5e-4, 1e-3),
+    precisions=(0.3, 1.0, 3.0, 10.0, 30.0),
+    localisations=(2.0, 10.0, 50.0),
+    steps=(5e-4, 1e-3, 2e-3, 4e-3),
 )
 FULL = Size(Network(28, (32, 64), 128), 60_000, 200, 15)
 
