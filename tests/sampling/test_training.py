@@ -121,7 +121,7 @@ def test_the_number_of_steps_is_checked(num_steps):
         train(linear, num_steps, X, Y)
 
 
-def test_local_latent_variables_are_refused():
+def test_local_latent_variables_are_not_supported():
     def model(y, batch_size=None):
         mean = numpyro.sample("mean", dist.Normal(0, 1))
         with numpyro.plate("rows", len(y), subsample_size=batch_size) as i:
