@@ -63,8 +63,10 @@ _MIN_GRADIENT_NOISE_VARIANCE = 0.02
 _MAX_INFLUENTIAL_BATCH_FRACTION = 0.5
 
 # Distance of effects from their centers at which gradients are compared with their expansions, in
-# posterior SDs given the shared parameters: one of 370 normal draws is as far.
+# posterior SDs given the shared parameters: one of 370 normal draws is as far. Where the density
+# decreases faster than the normal one, the distance at which it is as small.
 _TAIL_DISTANCE_SD = 3.0
+_NUM_TAIL_DISTANCE_ITERATIONS = 8  # of Newton's method, which converges from above
 # Largest change of an effect's velocity (without momentum, of its position) that the gradient of
 # one sampled observation may make in one step, in preconditioned coordinates, in which a velocity
 # has an SD of one. Without this limit, effects in tests/adaptation/test_outlying_effects.py move by
@@ -167,26 +169,52 @@ def _compute_tail_gradients(
     It is that of effects in the tails, in units of their inverse posterior SDs given the shared
     parameters; infinite where its square overflows.
     """
-    plate = potential.plates[0]
-    center = hierarchy.center.astype(potential.dtype)
-    probes = _make_unit_effects(hierarchy).astype(potential.dtype)
+    plate, layout = potential.plates[0], hierarchy.factor.layout
+    unit_effects = _make_unit_effects(hierarchy)
+    tails = _find_tails(hierarchy, unit_effects)
+    no_shared = np.zeros((len(tails), layout.num_shared))
+    displacements = layout.merge(tails, no_shared)
+    limited = hierarchy.reference_hessian.limit_displacement(displacements)
+    no_shared = no_shared[: len(unit_effects)]
+    vectors = (hierarchy.center, displacements, limited, layout.merge(unit_effects, no_shared))
+    vectors = tuple(np.asarray(x, potential.dtype) for x in vectors)
     gradients = np.zeros(plate.size)
     for rows in _split_rows(potential):
         gradients[rows] = _evaluate_tail_gradients(
-            potential, arguments, center, probes, {plate.name: rows}
+            potential, arguments, *vectors, {plate.name: rows}
         )
     return np.where(np.isfinite(gradients), gradients, np.inf)
 
 
 def _make_unit_effects(hierarchy: Preconditioner) -> np.ndarray:
-    """Return displacements of all groups' effects, along columns of a factor of their covariance.
-
-    The covariance is that of the effects of a group given the shared parameters.
+    """Return columns of a factor of each group's covariance given the shared parameters, shape
+    ``(k, k, G)``: the first axis is that of columns.
     """
-    layout, factors = hierarchy.factor.layout, hierarchy.factor.effect_factors
-    effects, shared = layout.split(layout.make_probes(with_shared=False))
-    effects = np.einsum("abg,pbg->pag", factors, effects)
-    return np.asarray(layout.merge(effects, shared))
+    return np.asarray(hierarchy.factor.effect_factors).swapaxes(0, 1)
+
+
+def _count_tails(num_effects: int) -> int:
+    """Return the number of displacements of :func:`_find_tails`."""
+    return 2 * num_effects**2
+
+
+def _find_tails(hierarchy: Preconditioner, unit_effects: np.ndarray) -> np.ndarray:
+    """Return displacements of the effects into the tails of their density, shape ``(n, k, G)``.
+
+    They are along each column of a factor of the covariance and each pair of columns, in both
+    directions. The density is that of the rows' third derivatives.
+    """
+    pairs = [(a + sign * b) / 2**0.5 for a, b in combinations(unit_effects, 2) for sign in (1, -1)]
+    directions = np.stack([*unit_effects, *pairs])
+    directions = np.concatenate([directions, -directions])
+    second_order = hierarchy.reference_hessian.third_derivatives.expand(directions)
+    # The potential is t^2 / 2 + slope t^3 / 6 at the distance t.
+    slopes = np.maximum(2.0 * (directions * second_order).sum(1), 0.0)
+    distances = np.full_like(slopes, _TAIL_DISTANCE_SD)
+    for _ in range(_NUM_TAIL_DISTANCE_ITERATIONS):
+        potentials = distances**2 / 2.0 + slopes * distances**3 / 6.0 - _TAIL_DISTANCE_SD**2 / 2.0
+        distances = distances - potentials / (distances + slopes * distances**2 / 2.0)
+    return np.asarray(directions * distances[:, None])
 
 
 def _name_rows(potential: Potential, rows: np.ndarray) -> IncludedRows:
@@ -210,8 +238,13 @@ def precompile_influential_rows(
     if hierarchy is not None and _has_third_derivatives(hierarchy):
         center = jax.ShapeDtypeStruct((potential.dim,), potential.dtype)
         num_probes = hierarchy.factor.layout.num_effect_probes
-        probes = jax.ShapeDtypeStruct((num_probes, potential.dim), potential.dtype)
-        aot_compile(_evaluate_tail_gradients, potential, arguments, center, probes, indices)
+        num_tails = _count_tails(hierarchy.factor.layout.effects_per_group)
+        tails, units = (
+            jax.ShapeDtypeStruct((num, potential.dim), potential.dtype)
+            for num in (num_tails, num_probes)
+        )
+        vectors = center, tails, tails, units
+        aot_compile(_evaluate_tail_gradients, potential, arguments, *vectors, indices)
 
 
 def _count_rows_per_call(potential: Potential) -> int:
@@ -259,43 +292,44 @@ def _evaluate_tail_gradients(
     potential: Potential,
     arguments: Arguments,
     center: Array,
+    displacements: Array,
+    limited_displacements: Array,
     unit_effects: Array,
     indices: Indices,
 ) -> Array:
     """Return the largest remainders of some observations' gradients by effects in the tails.
 
     The remainder is that of the expansion to second order about the center: its norm over the
-    effects, and the largest over displacements of each effect and of each pair of effects.
+    effects, and the largest over displacements.
+
+    :param limited_displacements: those in which gradients are expanded.
     """
 
-    def compute_remainders(displacement: Array, unit_effect: Array) -> Array:
-        """Return the remainders of derivatives along ``unit_effect``, for both directions."""
+    def compute_remainder(displacement: Array, limited: Array, unit_effect: Array) -> Array:
+        """Return the remainder of the derivative along ``unit_effect``."""
 
-        def derive(t: Array) -> Array:
+        def derive(displacement: Array) -> Array:
             def evaluate(q: Array) -> Array:
                 return potential.pointwise_potentials(q, indices, arguments)
 
             # Derivatives of a `jax.custom_vjp` exist in reverse mode only, of which this is the
             # transpose.
-            values, pull_back = jax.vjp(evaluate, center + t * displacement)
+            values, pull_back = jax.vjp(evaluate, center + displacement)
             (along_effect,) = jax.linear_transpose(pull_back, values)((unit_effect,))
             return along_effect
 
-        def derive_twice(t: Array) -> tuple[Array, Array]:
-            return jax.jvp(derive, (t,), (jnp.ones_like(t),))
+        def derive_twice(displacement: Array) -> tuple[Array, Array]:
+            return jax.jvp(derive, (displacement,), (limited,))
 
-        zero = jnp.zeros((), center.dtype)
-        (at_center, first), (_, second) = jax.jvp(derive_twice, (zero,), (zero + 1.0,))
-        distances = jnp.array([_TAIL_DISTANCE_SD, -_TAIL_DISTANCE_SD], center.dtype)
-        t = distances[:, None]
-        return jax.lax.map(derive, distances) - (at_center + t * first + t**2 / 2.0 * second)
+        zero = jnp.zeros_like(center)
+        (at_center, first), (_, second) = jax.jvp(derive_twice, (zero,), (limited,))
+        return derive(displacement) - (at_center + first + second / 2.0)
 
-    def compute_norms(displacement: Array) -> Array:
-        remainders = jax.lax.map(partial(compute_remainders, displacement), unit_effects)
-        return jnp.sqrt(jnp.square(remainders).sum(0)).max(0)
+    def compute_norm(vectors: tuple[Array, Array]) -> Array:
+        remainders = jax.lax.map(partial(compute_remainder, *vectors), unit_effects)
+        return jnp.sqrt(jnp.square(remainders).sum(0))
 
-    pairs = [(a + sign * b) / 2**0.5 for a, b in combinations(unit_effects, 2) for sign in (1, -1)]
-    return jax.lax.map(compute_norms, jnp.stack([*unit_effects, *pairs])).max(0)
+    return jax.lax.map(compute_norm, (displacements, limited_displacements)).max(0)
 
 
 def choose_num_included(

@@ -32,7 +32,7 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
-from typing import Any
+from typing import Any, Self
 
 import jax
 import jax.numpy as jnp
@@ -53,6 +53,7 @@ _NUM_PROBED_ROWS = 24
 _MIN_GROUPS = 30
 # Bounds on shared parameters, and on effects per group: products that determine the matrix.
 _MAX_SHARED, _MAX_EFFECTS_PER_GROUP = 100, 50
+_TINY = 1e-30  # in place of zero
 # Entries of a difference of strips, relative to the largest of the minuend, that are rounding.
 _MAX_ROUNDING = 1e-5
 _MAX_UNROLLED_EFFECTS = 8  # effects per group up to which compiled products have no loop
@@ -432,7 +433,7 @@ class BlockDifferences:
     pairs: tuple[GroupPairs, ...] = ()  # of each shared parameter, with several groupings
 
 
-@partial(jax.tree_util.register_dataclass, data_fields=["values"], meta_fields=[])
+@partial(jax.tree_util.register_dataclass, data_fields=["values", "bounds"], meta_fields=[])
 @dataclass(frozen=True)
 class EffectThirdDerivatives:
     r"""Third derivatives of the potential by effects of the same group.
@@ -440,9 +441,14 @@ class EffectThirdDerivatives:
     With the derivatives :math:`T_g` the gradient of the effects has the part of second order
     :math:`\frac12 T_g(e_g, e_g)`. A minibatch of few rows of a group has large ones where the
     likelihood is skewed, such as Poisson counts.
+
+    Where the rows' curvature by an effect decreases to zero, the gradient's expansion turns back,
+    and is wrong beyond. Gradients are therefore expanded in displacements of the effects between
+    bounds.
     """
 
     values: Any  # by pairs of effects b <= c and by one effect, shape `(k (k + 1) / 2, k, G)`
+    bounds: Any = None  # the least and the largest displacement, shape `(2, k, G)`; None: unbounded
 
     @staticmethod
     def list_pairs(num_effects: int) -> list[tuple[int, int]]:
@@ -471,6 +477,21 @@ class EffectThirdDerivatives:
             for (b, c), x in of_pair.items()
         ]
         return cls(np.stack(values))
+
+    def with_bounds(self, blocks: np.ndarray, max_displacements: np.ndarray) -> Self:
+        """Return the derivatives with bounds at which the rows' curvature is zero, or nearer ones.
+
+        :param blocks: second derivatives of the rows' part of the potential, shape ``(k, k, G)``.
+        :param max_displacements: of the effects, shape ``(k, G)``.
+        """
+        num_effects = len(blocks)
+        own = [i for i, (b, c) in enumerate(self.list_pairs(num_effects)) if b == c]
+        slopes = self.values[own, np.arange(num_effects)]
+        curvatures = np.maximum(np.einsum("bbg->bg", blocks), 0.0)
+        largest = np.minimum(curvatures / np.maximum(np.abs(slopes), _TINY), max_displacements)
+        lower = np.where(slopes > 0.0, largest, max_displacements)
+        upper = np.where(slopes < 0.0, largest, max_displacements)
+        return replace(self, bounds=np.stack([-lower, upper]))
 
     def expand(self, effects: Any) -> Any:
         """Return the part of second order of the effects' gradient, shape ``(..., k, G)``."""
@@ -529,6 +550,14 @@ class BlockArrowMatrix:
             of_shared = of_shared.at[..., column].add(work / 2.0)
         return self.layout.merge(of_effects, of_shared)
 
+    def limit_displacement(self, displacement: Any) -> Any:
+        """Return the displacement in which gradients are expanded: effects are within bounds."""
+        if self.third_derivatives is None or self.third_derivatives.bounds is None:
+            return displacement
+        effects, shared = self.layout.split(displacement)
+        lower, upper = self.third_derivatives.bounds
+        return self.layout.merge(effects.clip(lower, upper), shared)
+
     def _multiply(self, effects: Any, shared: Any) -> tuple[Any, Any]:
         of_effects = multiply_blocks(self.blocks, effects) + self.strips.multiply(shared)
         if self.pairs is not None:
@@ -557,7 +586,7 @@ class BlockArrowMatrix:
     def without_values(self) -> BlockArrowMatrix:
         """Return the structure alone: the noise of minibatches does not depend on the values."""
         differences = self.differences and BlockDifferences(None, None, self.differences.columns)
-        third = self.third_derivatives and EffectThirdDerivatives(None)
+        third = self.third_derivatives and replace(self.third_derivatives, values=None)
         return BlockArrowMatrix(
             None, None, None, self.layout, differences=differences, third_derivatives=third
         )

@@ -183,23 +183,25 @@ class SecondOrderControlVariate(GradientEstimator):
     ) -> Array:
         x, reference = preconditioner.to_expansion(q), preconditioner.center
         no_displacement, hessian = jnp.zeros_like(x), preconditioner.reference_hessian
+        is_block_arrow = isinstance(hessian, BlockArrowMatrix)
+        limited = hessian.limit_displacement(x) if is_block_arrow else x
 
         def remainder(minibatch: Minibatch) -> Array:
             gradient = preconditioner.as_function_of_expansion(minibatch.gradient)
             part = preconditioner.as_function_of_expansion(
                 partial(minibatch.part_gradient, hessian)
             )
-            _, first_order = jax.jvp(part, (no_displacement,), (x,))
+            _, first_order = jax.jvp(part, (no_displacement,), (limited,))
             terms = gradient(x) - minibatch.gradient(reference) - first_order
-            if not isinstance(hessian, BlockArrowMatrix):
+            if not is_block_arrow:
                 return terms
-            return hessian.subtract_second_order_of(part, terms, x)
+            return hessian.subtract_second_order_of(part, terms, limited)
 
         expansion = preconditioner.reference_gradient
         # To measure noise the Hessian, which adds none, may be left out. It is the identity in
         # coordinates of its inverse root.
-        if isinstance(hessian, BlockArrowMatrix):
-            expansion = expansion + hessian.expand(x)
+        if is_block_arrow:
+            expansion = expansion + hessian.expand(limited)
         elif hessian is not None:
             expansion = expansion + hessian @ x
         gradient = preconditioner.pull_back_expansion(q, mean_over_shards(remainder) + expansion)
@@ -207,17 +209,18 @@ class SecondOrderControlVariate(GradientEstimator):
 
     def noise_eval_points(self, q: np.ndarray, preconditioner: Preconditioner) -> WeightedPoints:
         # The derivative along the displacement, by a central difference.
-        displacement = preconditioner.to_expansion(q)
+        x, hessian = preconditioner.to_expansion(q), preconditioner.reference_hessian
+        is_block_arrow = isinstance(hessian, BlockArrowMatrix)
+        displacement = hessian.limit_displacement(x) if is_block_arrow else x
         step = _FINITE_DIFFERENCE_FRACTION * displacement
         weight = 0.5 / _FINITE_DIFFERENCE_FRACTION
         points: WeightedPoints = [
-            (displacement, 1.0),
+            (x, 1.0),
             (np.zeros_like(q), -1.0),
             (step, -weight),
             (-step, weight),
         ]
-        hessian = preconditioner.reference_hessian
-        if isinstance(hessian, BlockArrowMatrix) and hessian.has_second_order_terms:
+        if is_block_arrow and hessian.has_second_order_terms:
             # Second derivatives along the effects' displacement, of the parameters with
             # differences and of the effects with third derivatives; of the effects' gradients also
             # along the displacement of these parameters.
