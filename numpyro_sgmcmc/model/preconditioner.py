@@ -222,12 +222,14 @@ class Preconditioner(NamedTuple):
     def split_chains(self) -> tuple[Preconditioner, ...]:
         """Return the preconditioner of each chain, from arrays with a leading axis of chains.
 
-        A factor has none where all chains have the same.
+        A factor and a Hessian have none where all chains have the same.
         """
-        is_common = self.is_common and not self.factor.has_chain_axis
-        split = self._replace(factor=None) if is_common else self
+        common = {}
+        if self.is_common and not self.factor.has_chain_axis:
+            common = {"factor": self.factor, "reference_hessian": self.reference_hessian}
+        split = self._replace(**dict.fromkeys(common))
         chains = [jax.tree.map(lambda x, c=c: x[c], split) for c in range(len(self.center))]
-        return tuple(p._replace(factor=self.factor) if is_common else p for p in chains)
+        return tuple(p._replace(**common) for p in chains)
 
     def is_finite(self) -> bool:
         """Return whether all arrays are finite."""

@@ -210,11 +210,29 @@ class StepSizeMonitor(NamedTuple):
         # error that is too small. The SD of such a mean, sqrt(2 / ESS), is a lower bound there.
         min_error = jnp.sqrt(2.0 / (size * ess_per_iteration)) * (deviation < 0.0)
         error = jnp.maximum(error, min_error.at[-1].set(0.0))
-        num_errors = -ndtri(_MAX_ERROR_PROBABILITY / (mean.shape[-1] - 1))
-        lower_limit = jnp.abs(deviation) - max(_MIN_NUM_STANDARD_ERRORS, num_errors) * error
+        num_errors = max(
+            _MIN_NUM_STANDARD_ERRORS, -ndtri(_MAX_ERROR_PROBABILITY / (mean.shape[-1] - 1))
+        )
+        # The error is estimated from few iterations.
+        num_errors = _compute_student_quantile(num_errors, size - 1.0)
+        lower_limit = jnp.abs(deviation) - num_errors * error
         is_significant = lower_limit > allowed_variance_inflation
         is_significant &= self.num_iterations >= _MIN_MONITORED_ITERATIONS
         largest = jnp.where(is_significant, jnp.abs(deviation), 0.0).max()
         scale = allowed_variance_inflation / jnp.maximum(largest, 1e-30)  # 0 if none is significant
         scale = jnp.clip(scale, _MIN_STEP_SCALE, _MAX_STEP_SCALE)
         return jnp.where(is_significant.any(), scale, 1.0)
+
+
+def _compute_student_quantile(z: float, degrees_of_freedom: Array) -> Array:
+    """Return the quantile of Student's t distribution with the probability of a normal quantile.
+
+    This is the expansion in the inverse degrees of freedom (Abramowitz and Stegun, 26.7.5), within
+    1% for ``z = 5.5`` and 19 degrees of freedom.
+    """
+    terms = (
+        (z**3 + z) / 4.0,
+        (5.0 * z**5 + 16.0 * z**3 + 3.0 * z) / 96.0,
+        (3.0 * z**7 + 19.0 * z**5 + 17.0 * z**3 - 15.0 * z) / 384.0,
+    )
+    return z + sum(term / degrees_of_freedom**k for k, term in enumerate(terms, 1))

@@ -190,18 +190,41 @@ def counts():
 
 
 def compute_tail_gradients(hierarchy):
-    """The remainders of the counts' gradients, 3 SDs from the center, in closed form."""
+    """The remainders of the counts' gradients in the tails of the effects, in closed form."""
     group, x, _ = make_counts()
-    effects, _ = hierarchy.factor.layout.split(hierarchy.center)
+    split = hierarchy.factor.layout.split
+    effects, _ = split(hierarchy.center)
     design = np.stack([np.ones_like(x), x])  # of the two effects
     rates = np.exp((design * effects[:, group]).sum(0))
     # Derivatives of the linear predictor by effects in units of their SDs.
     slopes = np.einsum("abr,ar->br", hierarchy.factor.effect_factors[..., group], design)
     half = 0.5**0.5
     directions = np.array([[1, 0], [0, 1], [half, half], [half, -half]])
-    t = 3.0 * np.concatenate([directions, -directions]) @ slopes
-    remainders = rates * (np.exp(t) - 1 - t - t**2 / 2)
+    directions = np.concatenate([directions, -directions])
+    # Where the density is that of a normal at 3 SDs, or at 3 SDs.
+    cubes = np.stack([sum_by_group(rates * (d @ slopes) ** 3, group) for d in directions])
+    distances = np.full_like(cubes, 3.0)
+    for index in zip(*np.nonzero(cubes > 0), strict=True):
+        roots = np.roots([cubes[index] / 6.0, 0.5, 0.0, -4.5])
+        distances[index] = roots[(np.abs(roots.imag) < 1e-9) & (roots.real > 0)].real.min()
+    # Gradients are expanded no farther than where the rows' curvature by an effect is zero.
+    units = np.einsum("abg,nb->nag", hierarchy.factor.effect_factors, directions)
+    ends = units * distances[:, None]
+    curvatures = np.stack([sum_by_group(rates * d**2, group) for d in design])
+    third = np.stack([sum_by_group(rates * d**3, group) for d in design])
+    farthest = 4.0 * split(hierarchy.sds)[0]
+    lower = np.maximum(-farthest, np.where(third > 0, -curvatures / np.abs(third), -np.inf))
+    upper = np.minimum(farthest, np.where(third < 0, curvatures / np.abs(third), np.inf))
+    t, limited = (
+        np.einsum("nar,ar->nr", e[..., group], design) for e in (ends, ends.clip(lower, upper))
+    )
+    assert not np.allclose(t, limited)
+    remainders = rates * (np.exp(t) - 1 - limited - limited**2 / 2)
     return np.abs(remainders).max(0) * np.sqrt(np.square(slopes).sum(0))
+
+
+def sum_by_group(values, group):
+    return np.bincount(group, values)
 
 
 @pytest.mark.parametrize("step_size", [0.3, 0.03])

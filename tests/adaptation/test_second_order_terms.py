@@ -14,7 +14,9 @@ from numpyro_sgmcmc.adaptation.batched_gradients import BulkPositions
 from numpyro_sgmcmc.adaptation.block_arrow_coordinates import recenter_block_arrow
 from numpyro_sgmcmc.adaptation.gradient_noise import measure_hierarchy_noise
 from numpyro_sgmcmc.adaptation.hierarchical_fit import fit_hierarchy_from_each
+from numpyro_sgmcmc.adaptation.pilot import PILOT_DYNAMICS, PILOT_THINNING, _run_pilot_steps
 from numpyro_sgmcmc.adaptation.second_order_terms import add_differences
+from numpyro_sgmcmc.dynamics.langevin import UnderdampedState
 from numpyro_sgmcmc.model.block_arrow import find_block_arrow_layout
 from numpyro_sgmcmc.model.gradient_estimators import (
     MinibatchGradient,
@@ -213,8 +215,98 @@ def test_third_derivatives_follow_the_center(counts):
     assert np.abs(ratio - 1.0).max() > 1e-3
 
 
-@pytest.mark.parametrize("num_included", [0, 14])
-def test_estimates_with_third_derivatives_are_unbiased(counts, num_included):
+def test_displacements_end_where_the_curvature_of_the_rows_is_zero(counts):
+    """For counts the curvature by an effect decreases towards smaller rates."""
+    _, preconditioner = counts
+    hessian = preconditioner.reference_hessian
+    layout = hessian.layout
+    sds, _ = layout.split(preconditioner.sds)
+    lower, upper = hessian.third_derivatives.bounds
+    # The derivatives by the intercept are all sums of the rates, so that their ratio is one.
+    np.testing.assert_allclose(lower[0], -np.minimum(1.0, 4.0 * sds[0]), rtol=1e-5)
+    np.testing.assert_allclose(upper[0], 4.0 * sds[0])
+    # The derivatives by the slope are sums with powers of a covariate of both signs.
+    slopes = hessian.third_derivatives.values[2, 1]
+    for sign, bound in ((1.0, -lower[1]), (-1.0, upper[1])):
+        expected = np.where(sign * slopes > 0.0, hessian.blocks[1, 1] / np.abs(slopes), np.inf)
+        np.testing.assert_allclose(bound, np.minimum(expected, 4.0 * sds[1]))
+    beyond = layout.merge(np.full((2, NUM_GROUPS), -50.0), np.full(layout.num_shared, -50.0))
+    effects, shared = layout.split(hessian.limit_displacement(beyond))
+    np.testing.assert_array_equal(effects, lower)
+    np.testing.assert_array_equal(shared, -50.0)
+
+
+def test_noise_in_the_tails_is_limited(counts):
+    """Without bounds the expansion of the gradient turns back, and its noise grows."""
+    inputs, preconditioner = counts
+    hessian = preconditioner.reference_hessian
+    unbounded = replace(hessian.third_derivatives, bounds=None)
+    q = np.zeros((4, inputs.potential.dim))
+    intercepts, _ = hessian.layout.split(np.arange(inputs.potential.dim))
+    q[:, intercepts[0]] = -20.0
+
+    def measure(third_derivatives):
+        changed = replace(hessian, third_derivatives=third_derivatives)
+        return measure_noise(inputs, preconditioner, changed, q)[0]
+
+    assert measure(hessian.third_derivatives) < 0.1 * measure(unbounded)
+
+
+def test_measured_noise_in_the_tails_is_that_of_estimates(counts):
+    inputs, fit = counts
+    q = 5.0 * np.random.default_rng(1).standard_normal(inputs.potential.dim)
+    estimator, rng = SecondOrderControlVariate(), np.random.default_rng(2)
+    batches = np.stack([rng.choice(NUM_ROWS, 40, replace=False) for _ in range(30)])
+    preconditioner = fit.cast(jnp.float32)
+
+    @jax.jit
+    def estimate(rows):
+        indices = {"rows": rows}
+        arguments = inputs.potential, inputs.arguments, preconditioner, indices
+        return make_gradient_fn(estimator, *arguments)(jnp.asarray(q, jnp.float32))
+
+    found = np.stack([estimate(rows) for rows in jnp.asarray(batches)])
+
+    def evaluate(rows):
+        center, total = fit.center, 0.0
+        for x, weight in estimator.noise_eval_points(q, fit):
+            position = jnp.asarray(center + fit.expansion_to_displacement(x), jnp.float32)
+            gradient = inputs.potential.gradient(position, {"rows": rows}, inputs.arguments)
+            total = total + weight * np.asarray(gradient, float)
+        return fit.pull_back_expansion(q, total)
+
+    expected = np.stack([evaluate(rows) for rows in jnp.asarray(batches)])
+    deviations, expected = (x - x.mean(0) for x in (found, expected))
+    error = np.linalg.norm(deviations - expected, axis=1)
+    assert (error < 0.05 * np.linalg.norm(expected, axis=1)).all()
+
+
+def test_pilot_chains_have_the_estimates_of_the_chains(counts):
+    inputs, fit = counts
+    potential, arguments, num_chains = inputs.potential, inputs.arguments, 2
+    rng = np.random.default_rng(1)
+    preconditioner = fit.cast(jnp.float32)
+    q = 4.0 * rng.standard_normal((num_chains, potential.dim)).astype(np.float32)
+    normals = rng.standard_normal((PILOT_THINNING, 1, num_chains, potential.dim))
+    rows = jnp.asarray(rng.integers(0, NUM_ROWS, (PILOT_THINNING, 40)), jnp.int32)
+    start = UnderdampedState(jnp.asarray(q), jnp.zeros_like(q))
+    step_size = jnp.float32(0.02)
+    normals = jnp.asarray(normals, jnp.float32)
+    inputs_of_steps = {"rows": rows}, normals, None
+    _, (found,) = _run_pilot_steps(
+        potential, arguments, preconditioner, start, step_size, jnp.float32(1.0), inputs_of_steps
+    )
+    step, state = PILOT_DYNAMICS.make_step("symmetric"), start
+    for i in range(PILOT_THINNING):
+        gradient = make_gradient_fn(
+            SecondOrderControlVariate(), potential, arguments, preconditioner, {"rows": rows[i]}
+        )
+        state = step(state, step_size, jax.vmap(gradient), normals[i])
+    np.testing.assert_allclose(found, state.position, rtol=2e-3, atol=2e-3)
+
+
+@pytest.mark.parametrize(("num_included", "distance"), [(0, 1.0), (14, 1.0), (14, 5.0)])
+def test_estimates_with_third_derivatives_are_unbiased(counts, num_included, distance):
     """The mean over all minibatches of a partition is the gradient on all rows."""
     inputs, fit = counts
     included = (("rows", tuple(range(0, 7 * num_included, 7))),) if num_included else ()
@@ -222,7 +314,8 @@ def test_estimates_with_third_derivatives_are_unbiased(counts, num_included):
     (plate,) = step_potential.plates
     others = np.random.default_rng(2).permutation(NUM_ROWS - num_included).astype(np.int32)
     batches = plate.add_included_rows(others.reshape(-1, 40 - num_included))
-    q = jnp.asarray(np.random.default_rng(1).standard_normal(inputs.potential.dim), jnp.float32)
+    q = distance * np.random.default_rng(1).standard_normal(inputs.potential.dim)
+    q = jnp.asarray(q, jnp.float32)
     preconditioner, potential = fit.cast(jnp.float32), inputs.potential
 
     @jax.jit

@@ -9,6 +9,7 @@ import numpyro
 import numpyro.distributions as dist
 import pytest
 from numpyro.infer import MCMC
+from scipy import stats
 from scipy.linalg import expm
 
 from numpyro_sgmcmc import SGNHT, SHMC, SGHMCSplit
@@ -16,7 +17,7 @@ from numpyro_sgmcmc.adaptation import GradientNoiseStats
 from numpyro_sgmcmc.adaptation.gradient_noise import compute_epoch_variance_fraction
 from numpyro_sgmcmc.dynamics import NoseHooverThermostat, OverdampedLangevin, UnderdampedLangevin
 from numpyro_sgmcmc.errors import GradientNoiseWarning
-from numpyro_sgmcmc.sampling.bias_monitor import StepSizeMonitor
+from numpyro_sgmcmc.sampling.bias_monitor import StepSizeMonitor, _compute_student_quantile
 from tests.quick import quick_if
 
 # --- The variance inflation that is predicted for noise that cancels over an epoch ----------------
@@ -283,3 +284,11 @@ def test_run_steps_are_not_shortened_without_end():
     for _ in range(100):
         state = sample(state)
     assert state.adapt_state.step_size == pytest.approx(step_size / 64, rel=1e-5)
+
+
+@pytest.mark.parametrize("z", [4.0, 4.7, 5.5])
+@pytest.mark.parametrize("degrees_of_freedom", [19.0, 49.0, 1e4])
+def test_quantiles_of_student_are_those_of_scipy(z, degrees_of_freedom):
+    expected = stats.t.isf(stats.norm.sf(z), degrees_of_freedom)
+    found = _compute_student_quantile(z, jnp.asarray(degrees_of_freedom))
+    assert found == pytest.approx(expected, rel=1e-2)
