@@ -176,8 +176,10 @@ def _compute_tail_gradients(
     displacements = layout.merge(tails, no_shared)
     limited = hierarchy.reference_hessian.limit_displacement(displacements)
     no_shared = no_shared[: len(unit_effects)]
-    vectors = (hierarchy.center, displacements, limited, layout.merge(unit_effects, no_shared))
-    vectors = tuple(np.asarray(x, potential.dtype) for x in vectors)
+    units = layout.merge(unit_effects, no_shared)
+    vectors = [
+        np.asarray(x, potential.dtype) for x in (hierarchy.center, displacements, limited, units)
+    ]
     gradients = np.zeros(plate.size)
     for rows in _split_rows(potential):
         gradients[rows] = _evaluate_tail_gradients(

@@ -235,4 +235,7 @@ def _compute_student_quantile(z: float, degrees_of_freedom: Array) -> Array:
         (5.0 * z**5 + 16.0 * z**3 + 3.0 * z) / 96.0,
         (3.0 * z**7 + 19.0 * z**5 + 17.0 * z**3 - 15.0 * z) / 384.0,
     )
-    return z + sum(term / degrees_of_freedom**k for k, term in enumerate(terms, 1))
+    quantile = jnp.full_like(degrees_of_freedom, z)
+    for power, term in enumerate(terms, 1):
+        quantile = quantile + term / degrees_of_freedom**power
+    return quantile
