@@ -67,7 +67,7 @@ kernel = SGHMCSplit(model, target_sd_bias=0.02, subsampling="shuffled")
 
 # -- numpyro_sgmcmc.train_weights
 trained = numpyro_sgmcmc.train_weights(
-    model, jax.random.key(0), 1_000, X, y, batch_size=100, progress_bar=False
+    model, jax.random.key(0), X, y, batch_size=100, num_train_steps=1_000, progress_bar=False
 )
 kernel = SGHMCSplit(numpyro_sgmcmc.localised(model, trained.center, precision=100.0))
 

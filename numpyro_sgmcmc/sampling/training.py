@@ -9,6 +9,7 @@ negative log joint density on shuffled minibatches and averages the last iterate
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack
 from functools import lru_cache, partial
@@ -21,11 +22,17 @@ import optax
 from jax import Array, lax, random
 from numpyro.infer import MCMC, init_to_sample
 
+from numpyro_sgmcmc import errors
 from numpyro_sgmcmc.compilation import clear_compilation_cache_if_full
 from numpyro_sgmcmc.data.arguments import Arguments, check_jax_representable
 from numpyro_sgmcmc.data.host_array import unwrap_callback_errors
 from numpyro_sgmcmc.data.subsampling import ShuffledSubsampling, init_stream, sample_minibatches
-from numpyro_sgmcmc.errors import InitializationError, InvalidArgumentError, InvalidModelError
+from numpyro_sgmcmc.errors import (
+    InitializationError,
+    InvalidArgumentError,
+    InvalidModelError,
+    describe_value,
+)
 from numpyro_sgmcmc.model.handlers import localised
 from numpyro_sgmcmc.model.potential import Potential
 from numpyro_sgmcmc.model.subsampled import get_model_potential
@@ -38,6 +45,9 @@ from numpyro_sgmcmc.sampling.kernels import SGHMCSplit
 _LEARNING_RATE, _FINAL_LEARNING_RATE_FRACTION = 0.01, 0.1
 _AVERAGED_FRACTION = 0.25
 _MAX_STEPS_PER_CALL = 250  # of compiled code, after which the progress bar advances
+# Averaged steps with which it can be judged whether the loss decreases, and standard errors of the
+# decrease by which it has to exceed its limit.
+_MIN_COMPARED_STEPS, _NUM_STANDARD_ERRORS = 20, 3.0
 
 
 class TrainedWeights(NamedTuple):
@@ -56,8 +66,8 @@ class TrainedWeights(NamedTuple):
 def train_weights(
     model: Callable,
     rng_key: Array,
-    num_steps: int,
     *args: Any,
+    num_train_steps: int = 5000,
     optimizer: optax.GradientTransformation | None = None,
     init_strategy: Callable = init_to_sample,
     progress_bar: bool = True,
@@ -67,40 +77,37 @@ def train_weights(
 
     The optimizer minimises the negative log joint density of the unconstrained sites on shuffled
     minibatches. For a normal prior this is training with weight decay. Data can be in memory, on
-    disk or on several devices, as for kernels.
+    disk or on several devices, as for kernels. Pass arguments of the model that have the name of an
+    argument below by position.
 
     :param model: NumPyro model.
     :param rng_key: random key of the initial weights and of the minibatches.
-    :param num_steps: number of minibatches.
     :param args: positional arguments of the model.
-    :param optimizer: of optax. Default: Adam, with a learning rate that decays from 0.01 to 0.001.
+    :param num_train_steps: number of minibatches.
+    :param optimizer: of optax. Default: Adam, with a learning rate that decays from 0.01 to 0.001,
+        so that standardised data and weights of the order of one are assumed.
     :param init_strategy: initialisation strategy of NumPyro. Default: a draw from the prior.
     :param progress_bar: whether a progress bar is shown.
     :param kwargs: keyword arguments of the model.
     :return: named tuple of the averaged weights by site, constrained (``center``) and unconstrained
         (``init_params``), and of the negative log joint density of each step's minibatch
-        (``losses``).
+        (``losses``). A warning is issued if the loss was still decreasing.
     :raises ValueError: for a model that the kernels do not sample or that has local latent
         variables, and if the loss is not finite.
     """
-    if not isinstance(num_steps, (int, np.integer)) or num_steps < 1:
+    errors.check_rng_key(rng_key)
+    errors.check_positive_int("num_train_steps", num_train_steps)
+    if optimizer is not None and not isinstance(optimizer, optax.GradientTransformation):
         raise InvalidArgumentError(
-            f"`num_steps` is {num_steps!r}, which is not a positive integer.",
-            "pass the number of minibatches to train on, such as 5000.",
+            f"`optimizer` is {describe_value(optimizer)}, which is not an optimizer of optax.",
+            "pass an optimizer such as optax.adam(0.001).",
             "training",
         )
-    arguments = Arguments(args, kwargs)
+    num_steps, arguments = int(num_train_steps), Arguments(args, kwargs)
     check_jax_representable(arguments, model)
     clear_compilation_cache_if_full()
-    potential = get_model_potential(model, arguments, init_strategy)
-    if names := potential.local_names:
-        raise InvalidModelError(
-            f"The sites {list(names)} are local latent variables, which `train_weights` does not "
-            "support.",
-            "sample this model by SGHMCSplit(model), or integrate the sites out.",
-            "training",
-        )
-    optimizer = _make_default_optimizer(int(num_steps)) if optimizer is None else optimizer
+    potential = _make_potential(model, arguments, init_strategy)
+    optimizer = _make_default_optimizer(num_steps) if optimizer is None else optimizer
     arguments = arguments.map_arrays(jnp.asarray)
     with ExitStack() as stack:
         stack.enter_context(unwrap_callback_errors(arguments.host_arrays))
@@ -111,16 +118,18 @@ def train_weights(
         progress.set_total(num_steps)
         carry = _init_training(potential, optimizer, rng_key, arguments)
         start, losses = carry.position, []
-        for num_call_steps, num_averaged in _split_steps(int(num_steps)):
+        for num_call_steps, num_averaged in _split_steps(num_steps):
             carry, call_losses = _run_training_steps(
                 potential, optimizer, num_call_steps, arguments, carry, num_averaged
             )
             losses.append(np.asarray(call_losses))
-            if not np.isfinite(losses[-1][-1]):
+            if not (np.isfinite(losses[-1][-1]) and np.isfinite(carry.position).all()):
                 _raise_nonfinite_loss(potential, arguments, start)
             progress.advance(num_call_steps)
+    all_losses = np.concatenate(losses)
+    _warn_if_decreasing(all_losses, potential.dim)
     z = potential.unravel(carry.average)
-    return TrainedWeights(potential.constrain(z, arguments), z, np.concatenate(losses))
+    return TrainedWeights(potential.constrain(z, arguments), z, all_losses)
 
 
 def train_and_sample(
@@ -130,6 +139,7 @@ def train_and_sample(
     precision: float | Mapping[str, Any],
     num_train_steps: int = 5000,
     optimizer: optax.GradientTransformation | None = None,
+    init_strategy: Callable = init_to_sample,
     kernel: Callable[[Callable], SGMCMCKernel] = SGHMCSplit,
     num_warmup: int = 300,
     num_samples: int = 500,
@@ -147,10 +157,12 @@ def train_and_sample(
     :param rng_key: random key.
     :param args: positional arguments of the model.
     :param precision: inverse variance of the localising normal density, as in
-        :class:`~numpyro_sgmcmc.localised`. Draws of weights that the data do not determine have an
-        SD of at most :math:`\text{precision}^{-1/2}`.
+        :class:`~numpyro_sgmcmc.localised`: a number for all sites, or a dict by site. Sites that
+        are not in the dict are not restricted. Draws of weights that the data do not determine have
+        an SD of at most about :math:`\text{precision}^{-1/2}`.
     :param num_train_steps: number of minibatches to train on.
     :param optimizer: see :func:`train_weights`.
+    :param init_strategy: of the training, see :func:`train_weights`.
     :param kernel: class of a kernel, or a function from the model to a kernel, such as
         ``partial(SGHMCSplit, num_steps=100)``.
     :param num_warmup: warm-up iterations of each chain.
@@ -161,18 +173,32 @@ def train_and_sample(
     :return: the completed run, with a kernel on the localised model.
     :raises ValueError: see :func:`train_weights`.
     """
+    errors.check_rng_key(rng_key)
+    for name, number in (("num_samples", num_samples), ("num_chains", num_chains)):
+        errors.check_positive_int(name, number)
+    if not callable(kernel) or isinstance(kernel, SGMCMCKernel):
+        raise InvalidArgumentError(
+            f"`kernel` is {describe_value(kernel)}, which is not a function from a model to a "
+            "kernel.",
+            "pass the class of a kernel, such as SGHMCSplit, or partial(SGHMCSplit, num_steps=100).",
+            "training",
+        )
+    potential = _make_potential(model, Arguments(args, kwargs), init_strategy)
+    by_site = _validate_precision(precision, potential)
     train_key, run_key = random.split(rng_key)
     trained = train_weights(
         model,
         train_key,
-        num_train_steps,
         *args,
+        num_train_steps=num_train_steps,
         optimizer=optimizer,
+        init_strategy=init_strategy,
         progress_bar=progress_bar,
         **kwargs,
     )
+    center = {name: trained.center[name] for name in by_site}
     mcmc = MCMC(
-        kernel(localised(model, trained.center, precision)),
+        kernel(localised(model, center, by_site)),
         num_warmup=num_warmup,
         num_samples=num_samples,
         num_chains=num_chains,
@@ -184,6 +210,47 @@ def train_and_sample(
         init_params = {n: jnp.stack([z] * num_chains) for n, z in init_params.items()}
     mcmc.run(run_key, *args, init_params=init_params, **kwargs)
     return mcmc
+
+
+def _make_potential(model: Callable, arguments: Arguments, init_strategy: Callable) -> Potential:
+    """Return the potential of a model without local latent variables."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", errors.DroppedSiteWarning)  # no draws are kept
+        potential = get_model_potential(model, arguments, init_strategy)
+    if names := potential.local_names:
+        raise InvalidModelError(
+            f"The sites {list(names)} are local latent variables, which `train_weights` does not "
+            "support.",
+            "sample this model by SGHMCSplit(model), or integrate the sites out.",
+            "training",
+        )
+    return potential
+
+
+def _validate_precision(
+    precision: float | Mapping[str, Any], potential: Potential
+) -> dict[str, Any]:
+    """Return the precision by site, after checking sites and values."""
+    names = list(potential.unravel(np.zeros(potential.dim, potential.dtype)))
+    by_site = precision if isinstance(precision, Mapping) else dict.fromkeys(names, precision)
+    if not by_site or (unknown := sorted(set(by_site) - set(names))):
+        problem = f"has unknown sites {unknown}" if by_site else "is empty"
+        raise InvalidArgumentError(
+            f"`precision` {problem}.",
+            f"pass a positive number, or a dict of some of the sites {sorted(names)}.",
+            "training",
+        )
+    for name, value in by_site.items():
+        array = errors.validate_real_array("precision", value)
+        if not (np.isfinite(array).all() and (array > 0).all()):
+            of_site = f" of '{name}'" if isinstance(precision, Mapping) else ""
+            raise InvalidArgumentError(
+                f"`precision`{of_site} is {describe_value(value)}, which is not positive and "
+                "finite.",
+                "pass the inverse variance of the localising density, such as 100.0.",
+                "training",
+            )
+    return dict(by_site)
 
 
 class _TrainingState(NamedTuple):
@@ -279,7 +346,31 @@ def _raise_nonfinite_loss(potential: Potential, arguments: Arguments, start: Arr
     """
     cause, fix = potential.diagnose_nonfinite(start, arguments)
     if not cause:
-        cause, fix = ", because the weights have diverged", "pass a smaller learning rate."
+        cause = ", because the weights have diverged"
+        fix = "pass an optimizer with smaller steps, such as optimizer=optax.adam(0.001)."
     raise InitializationError(
         f"The loss of the training is not finite{cause}.", fix, "no-finite-initial-position"
     )
+
+
+def _warn_if_decreasing(losses: np.ndarray, dim: int) -> None:
+    """Warn if the loss decreases over the averaged steps by more than the posterior's typical loss.
+
+    A normal posterior's potential has an expectation of d / 2 nats above its minimum.
+    """
+    averaged = losses[-_count_averaged_steps(len(losses)) :]
+    if len(averaged) < _MIN_COMPARED_STEPS:
+        return
+    halves = np.array_split(averaged.astype(float), 2)
+    decrease = halves[0].mean() - halves[1].mean()
+    error = np.sqrt(sum(half.var() / half.size for half in halves))
+    if decrease - _NUM_STANDARD_ERRORS * error > dim / 2.0:
+        errors.warn_user(
+            f"The training has not converged: over the last {len(averaged)} steps the negative log "
+            f"joint density decreased by {decrease:.3g}.",
+            errors.ConvergenceWarning,
+            "standardise the data, or pass a larger num_train_steps or an optimizer with a larger "
+            "learning rate, such as optimizer=optax.adam(0.1). Chains about these weights would "
+            "sample a region of small posterior density.",
+            "training",
+        )

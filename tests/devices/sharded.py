@@ -138,8 +138,8 @@ def check_losses_of_a_training_epoch_on_shards_have_the_mean_of_all_rows():
     trained = train_weights(
         regression,
         random.key(0),
-        4,
         *arguments.args,
+        num_train_steps=4,
         optimizer=optax.sgd(0.0),
         init_strategy=init_to_value(values=start),
         progress_bar=False,

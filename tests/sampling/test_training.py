@@ -10,7 +10,13 @@ import pytest
 from numpyro.infer import init_to_value
 
 from numpyro_sgmcmc import SGNHT, HostArray, train_and_sample, train_weights
-from numpyro_sgmcmc.errors import InitializationError, InvalidArgumentError, InvalidModelError
+from numpyro_sgmcmc.errors import (
+    ConvergenceWarning,
+    InitializationError,
+    InvalidArgumentError,
+    InvalidModelError,
+)
+from numpyro_sgmcmc.sampling import training
 from tests.contract.kernels import assert_posterior
 
 RNG = np.random.default_rng(0)
@@ -36,7 +42,8 @@ def with_scale(x, y, batch_size=None):
 
 
 def train(model, num_steps, *data, **options):
-    return train_weights(model, jax.random.key(0), num_steps, *data, progress_bar=False, **options)
+    options = {"num_train_steps": num_steps, "progress_bar": False, **options}
+    return train_weights(model, jax.random.key(0), *data, **options)
 
 
 def test_weights_are_the_mode_of_the_density():
@@ -83,7 +90,8 @@ def test_rows_on_the_host_give_the_same_weights():
 
 def test_a_key_determines_the_weights():
     first, second = (train(linear, 30, X, Y, batch_size=20) for _ in range(2))
-    other = train_weights(linear, jax.random.key(1), 30, X, Y, batch_size=20, progress_bar=False)
+    options = {"num_train_steps": 30, "batch_size": 20, "progress_bar": False}
+    other = train_weights(linear, jax.random.key(1), X, Y, **options)
     np.testing.assert_array_equal(first.center["w"], second.center["w"])
     assert not np.allclose(first.center["w"], other.center["w"], rtol=1e-3)
 
@@ -99,7 +107,7 @@ def test_chains_sample_the_localised_posterior():
     assert (sd < 0.8 / np.sqrt(np.diag(PRECISION))).all()  # unlike the posterior's
     draws = mcmc.get_samples(group_by_chain=True)["w"]
     center = train_weights(
-        linear, jax.random.split(jax.random.key(0))[0], 2_000, X, Y, batch_size=50
+        linear, jax.random.split(jax.random.key(0))[0], X, Y, batch_size=50, num_train_steps=2_000
     ).center["w"]
     mean = covariance @ (PRECISION @ MEAN + precision * np.asarray(center, float))
     assert_posterior(draws, mean, sd)
@@ -117,7 +125,7 @@ def test_one_chain_of_a_given_kernel():
 
 @pytest.mark.parametrize("num_steps", [0, -5, 2.5, None])
 def test_the_number_of_steps_is_checked(num_steps):
-    with pytest.raises(InvalidArgumentError, match=r"`num_steps` is .*Fix: pass the number of"):
+    with pytest.raises(InvalidArgumentError, match=r"`num_train_steps` is .*Fix: pass a positive"):
         train(linear, num_steps, X, Y)
 
 
@@ -142,3 +150,58 @@ def test_a_loss_that_is_infinite_names_the_site():
     y[3] = np.inf
     with pytest.raises(InitializationError, match=r"loss of the training is not finite.*'y'"):
         train(linear, 20, X, jnp.asarray(y))
+
+
+def test_the_last_update_is_checked():
+    with pytest.raises(InitializationError, match="have diverged"):
+        train(linear, 1, X, Y, optimizer=optax.sgd(1e38))
+
+
+def test_training_that_has_not_converged_is_reported():
+    y = 100.0 + 50.0 * Y
+
+    def wide(x, y, batch_size=None):
+        w = numpyro.sample("w", dist.Normal(0, 200).expand([2]).to_event(1))
+        with numpyro.plate("rows", len(y), subsample_size=batch_size) as i:
+            numpyro.sample("y", dist.Normal(x[i] @ w, 10.0), obs=y[i])
+
+    with pytest.warns(ConvergenceWarning, match=r"training has not converged.*decreased by"):
+        train(wide, 500, X, y, batch_size=50)
+
+
+def test_sites_that_are_not_in_the_dict_are_not_restricted():
+    options = {"num_train_steps": 2_000, "progress_bar": False, "num_warmup": 20}
+    precision = {"sd": 1e6}
+    mcmc = train_and_sample(
+        with_scale, jax.random.key(0), X, Y, batch_size=50, precision=precision, **options
+    )
+    draws = mcmc.get_samples()
+    assert draws["sd"].std() < 0.002
+    # The posterior SD given the noise SD of the training.
+    sds = np.sqrt(
+        np.diag(np.linalg.inv(np.eye(2) + X.T.astype(float) @ X / draws["sd"].mean() ** 2))
+    )
+    np.testing.assert_allclose(draws["w"].std(0), sds, rtol=0.1)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"precision": -1.0}, r"`precision` is -1.0, which is not positive"),
+        ({"precision": {"w": [1.0, np.inf]}}, r"`precision` of 'w' is .* not positive and finite"),
+        ({"precision": {"v": 1.0}}, r"unknown sites \['v'\].*some of the sites \['w'\]"),
+        ({"precision": {}}, r"`precision` is empty"),
+        ({"precision": None}, r"`precision` has type object"),
+        ({"kernel": SGNHT(linear)}, r"`kernel` is .*not a function from a model"),
+        ({"optimizer": optax.adam}, r"`optimizer` is .*not an optimizer of optax"),
+        ({"num_chains": 0}, r"`num_chains` is 0"),
+        ({"num_samples": 0}, r"`num_samples` is 0"),
+        ({"num_train_steps": 0}, r"`num_train_steps` is 0"),
+    ],
+)
+def test_arguments_are_checked_before_the_training(options, message, monkeypatch):
+    monkeypatch.setattr(training, "_init_training", None)
+    with pytest.raises(InvalidArgumentError, match=message):
+        train_and_sample(linear, jax.random.key(0), X, Y, **{"precision": 1.0, **options})
+    with pytest.raises(InvalidArgumentError, match="`rng_key` is 0"):
+        train_and_sample(linear, 0, X, Y, precision=1.0)
