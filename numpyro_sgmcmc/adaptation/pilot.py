@@ -38,7 +38,7 @@ from numpyro_sgmcmc.adaptation.preconditioning import (
     update_preconditioner,
 )
 from numpyro_sgmcmc.adaptation.settings import MAX_CONVERGED_R_HAT, WarmupInputs
-from numpyro_sgmcmc.adaptation.step_size import NoiseLimit, limit_step_size_by_observations
+from numpyro_sgmcmc.adaptation.step_size import NoiseLimit
 from numpyro_sgmcmc.adaptation.variational import MeanField
 from numpyro_sgmcmc.compilation import aot_compile
 from numpyro_sgmcmc.data.arguments import Arguments
@@ -303,12 +303,7 @@ def _choose_pilot_step(
     limit = NoiseLimit(PILOT_DYNAMICS, max_step_size, max_curvature, target)
     step_sizes = {e: limit.limit_step_size(noise_stats[e])[0] for e in estimators}
     estimator = max(estimators, key=lambda e: (step_sizes[e], e.needs_reference))
-    step_size = step_sizes[estimator]
-    if has_hessian and estimator.needs_reference:
-        step_size = limit_step_size_by_observations(
-            inputs.settings, inputs.max_step_size, step_size
-        )
-    return estimator, step_size, noise_stats[estimators[-1]]
+    return estimator, step_sizes[estimator], noise_stats[estimators[-1]]
 
 
 def _find_surviving_chains(

@@ -39,9 +39,6 @@ _MIN_NOISE_VARIANCE, _MAX_REMAINING_FRACTION = 0.2, 0.5
 # benchmarks/hierarchies.py.
 _MIN_EFFECT_NOISE_VARIANCE = 0.05
 _MAX_EFFECTS_OF_THIRD_DERIVATIVES = 4  # per group k, a bound on memory: k^3 numbers of each group
-# Largest displacement of effects in which gradients are expanded, in posterior SDs: one of 16,000
-# normal draws is beyond.
-_MAX_DISPLACEMENT_SD = 4.0
 _MAX_NUM_DIFFERENCES = 4  # shared parameters, a bound on memory and on the cost of a step
 _NUM_POSITIONS = 4  # draws of the normal fit, at which the noise is measured
 
@@ -111,11 +108,8 @@ def add_third_derivatives(
     directions = EffectThirdDerivatives.make_directions(hessian.layout)
     center = fit.center.astype(inputs.potential.dtype)
     found = inputs.batched_gradients.large_pass_second_derivatives(center, directions)
-    sds, _ = hessian.layout.split(fit.sds)
-    third_derivatives = EffectThirdDerivatives.from_directions(hessian.layout, found).with_bounds(
-        hessian.blocks, _MAX_DISPLACEMENT_SD * sds
-    )
-    return replace(hessian, third_derivatives=third_derivatives)
+    third_derivatives = EffectThirdDerivatives.from_directions(hessian.layout, found)
+    return replace(hessian, third_derivatives=third_derivatives.with_bounds(hessian.blocks))
 
 
 def add_differences(

@@ -53,7 +53,7 @@ _NUM_PROBED_ROWS = 24
 _MIN_GROUPS = 30
 # Bounds on shared parameters, and on effects per group: products that determine the matrix.
 _MAX_SHARED, _MAX_EFFECTS_PER_GROUP = 100, 50
-_TINY = 1e-30  # in place of zero
+_TINY, _UNBOUNDED = 1e-30, 1e30  # in place of zero and of infinity
 # Entries of a difference of strips, relative to the largest of the minuend, that are rounding.
 _MAX_ROUNDING = 1e-5
 _MAX_UNROLLED_EFFECTS = 8  # effects per group up to which compiled products have no loop
@@ -442,9 +442,10 @@ class EffectThirdDerivatives:
     :math:`\frac12 T_g(e_g, e_g)`. A minibatch of few rows of a group has large ones where the
     likelihood is skewed, such as Poisson counts.
 
-    Where the rows' curvature by an effect decreases to zero, the gradient's expansion turns back,
-    and is wrong beyond. Gradients are therefore expanded in displacements of the effects between
-    bounds.
+    Where an effect's displacement alone decreases the rows' curvature by this effect to zero, the
+    expansion of the gradient turns back, and is wrong beyond. Gradients are therefore expanded in
+    displacements of the effects between bounds. Control variates remain unbiased, because all rows
+    have the same bounds.
     """
 
     values: Any  # by pairs of effects b <= c and by one effect, shape `(k (k + 1) / 2, k, G)`
@@ -478,19 +479,21 @@ class EffectThirdDerivatives:
         ]
         return cls(np.stack(values))
 
-    def with_bounds(self, blocks: np.ndarray, max_displacements: np.ndarray) -> Self:
-        """Return the derivatives with bounds at which the rows' curvature is zero, or nearer ones.
+    def with_bounds(self, blocks: np.ndarray) -> Self:
+        """Return the derivatives with bounds at which the rows' curvature by an effect is zero.
+
+        There is no bound where the curvature grows, or is not positive at the center.
 
         :param blocks: second derivatives of the rows' part of the potential, shape ``(k, k, G)``.
-        :param max_displacements: of the effects, shape ``(k, G)``.
         """
         num_effects = len(blocks)
         own = [i for i, (b, c) in enumerate(self.list_pairs(num_effects)) if b == c]
         slopes = self.values[own, np.arange(num_effects)]
-        curvatures = np.maximum(np.einsum("bbg->bg", blocks), 0.0)
-        largest = np.minimum(curvatures / np.maximum(np.abs(slopes), _TINY), max_displacements)
-        lower = np.where(slopes > 0.0, largest, max_displacements)
-        upper = np.where(slopes < 0.0, largest, max_displacements)
+        curvatures = np.einsum("bbg->bg", blocks)
+        largest = np.minimum(curvatures / np.maximum(np.abs(slopes), _TINY), _UNBOUNDED)
+        largest = np.where(curvatures > 0.0, largest, _UNBOUNDED)
+        lower = np.where(slopes > 0.0, largest, _UNBOUNDED)
+        upper = np.where(slopes < 0.0, largest, _UNBOUNDED)
         return replace(self, bounds=np.stack([-lower, upper]))
 
     def expand(self, effects: Any) -> Any:

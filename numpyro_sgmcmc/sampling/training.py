@@ -180,7 +180,7 @@ def train_and_sample(
         raise InvalidArgumentError(
             f"`kernel` is {describe_value(kernel)}, which is not a function from a model to a "
             "kernel.",
-            "pass the class of a kernel, such as SGHMCSplit, or partial(SGHMCSplit, num_steps=100).",
+            "pass the class of a kernel, or a function such as partial(SGHMCSplit, num_steps=100).",
             "training",
         )
     potential = _make_potential(model, Arguments(args, kwargs), init_strategy)

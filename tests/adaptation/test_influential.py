@@ -192,8 +192,7 @@ def counts():
 def compute_tail_gradients(hierarchy):
     """The remainders of the counts' gradients in the tails of the effects, in closed form."""
     group, x, _ = make_counts()
-    split = hierarchy.factor.layout.split
-    effects, _ = split(hierarchy.center)
+    effects, _ = hierarchy.factor.layout.split(hierarchy.center)
     design = np.stack([np.ones_like(x), x])  # of the two effects
     rates = np.exp((design * effects[:, group]).sum(0))
     # Derivatives of the linear predictor by effects in units of their SDs.
@@ -212,9 +211,8 @@ def compute_tail_gradients(hierarchy):
     ends = units * distances[:, None]
     curvatures = np.stack([sum_by_group(rates * d**2, group) for d in design])
     third = np.stack([sum_by_group(rates * d**3, group) for d in design])
-    farthest = 4.0 * split(hierarchy.sds)[0]
-    lower = np.maximum(-farthest, np.where(third > 0, -curvatures / np.abs(third), -np.inf))
-    upper = np.minimum(farthest, np.where(third < 0, curvatures / np.abs(third), np.inf))
+    lower = np.where(third > 0, -curvatures / np.abs(third), -np.inf)
+    upper = np.where(third < 0, curvatures / np.abs(third), np.inf)
     t, limited = (
         np.einsum("nar,ar->nr", e[..., group], design) for e in (ends, ends.clip(lower, upper))
     )

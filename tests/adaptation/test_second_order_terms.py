@@ -17,7 +17,7 @@ from numpyro_sgmcmc.adaptation.hierarchical_fit import fit_hierarchy_from_each
 from numpyro_sgmcmc.adaptation.pilot import PILOT_DYNAMICS, PILOT_THINNING, _run_pilot_steps
 from numpyro_sgmcmc.adaptation.second_order_terms import add_differences
 from numpyro_sgmcmc.dynamics.langevin import UnderdampedState
-from numpyro_sgmcmc.model.block_arrow import find_block_arrow_layout
+from numpyro_sgmcmc.model.block_arrow import EffectThirdDerivatives, find_block_arrow_layout
 from numpyro_sgmcmc.model.gradient_estimators import (
     MinibatchGradient,
     SecondOrderControlVariate,
@@ -220,20 +220,27 @@ def test_displacements_end_where_the_curvature_of_the_rows_is_zero(counts):
     _, preconditioner = counts
     hessian = preconditioner.reference_hessian
     layout = hessian.layout
-    sds, _ = layout.split(preconditioner.sds)
     lower, upper = hessian.third_derivatives.bounds
     # The derivatives by the intercept are all sums of the rates, so that their ratio is one.
-    np.testing.assert_allclose(lower[0], -np.minimum(1.0, 4.0 * sds[0]), rtol=1e-5)
-    np.testing.assert_allclose(upper[0], 4.0 * sds[0])
+    np.testing.assert_allclose(lower[0], -1.0, rtol=1e-5)
+    assert (upper[0] > 1e20).all()
     # The derivatives by the slope are sums with powers of a covariate of both signs.
     slopes = hessian.third_derivatives.values[2, 1]
     for sign, bound in ((1.0, -lower[1]), (-1.0, upper[1])):
         expected = np.where(sign * slopes > 0.0, hessian.blocks[1, 1] / np.abs(slopes), np.inf)
-        np.testing.assert_allclose(bound, np.minimum(expected, 4.0 * sds[1]))
+        np.testing.assert_allclose(bound, np.minimum(expected, 1e30))
     beyond = layout.merge(np.full((2, NUM_GROUPS), -50.0), np.full(layout.num_shared, -50.0))
     effects, shared = layout.split(hessian.limit_displacement(beyond))
-    np.testing.assert_array_equal(effects, lower)
+    np.testing.assert_array_equal(effects, np.maximum(lower, -50.0))
     np.testing.assert_array_equal(shared, -50.0)
+
+
+def test_there_is_no_bound_where_the_curvature_is_not_positive():
+    values = np.array([[[2.0, -2.0, 2.0, 0.0]]])
+    third_derivatives = EffectThirdDerivatives(values).with_bounds(np.array([[[3, 3, -3, 3]]]))
+    lower, upper = third_derivatives.bounds[:, 0]
+    np.testing.assert_allclose(lower, [-1.5, -1e30, -1e30, -1e30])
+    np.testing.assert_allclose(upper, [1e30, 1.5, 1e30, 1e30])
 
 
 def test_noise_in_the_tails_is_limited(counts):
