@@ -45,9 +45,9 @@ from numpyro_sgmcmc.sampling.kernels import SGHMCSplit
 _LEARNING_RATE, _FINAL_LEARNING_RATE_FRACTION = 0.01, 0.1
 _AVERAGED_FRACTION = 0.25
 _MAX_STEPS_PER_CALL = 250  # of compiled code, after which the progress bar advances
-# Averaged steps with which it can be judged whether the loss decreases, and standard errors of the
-# decrease by which it has to exceed its limit.
-_MIN_COMPARED_STEPS, _NUM_STANDARD_ERRORS = 20, 3.0
+# Minibatches on which the loss before and after the averaged steps is compared, and standard errors
+# of its decrease by which this has to exceed its limit.
+_NUM_COMPARED_MINIBATCHES, _NUM_STANDARD_ERRORS = 20, 3.0
 
 
 class TrainedWeights(NamedTuple):
@@ -117,8 +117,10 @@ def train_weights(
         progress.begin_stage("training")
         progress.set_total(num_steps)
         carry = _init_training(potential, optimizer, rng_key, arguments)
-        start, losses = carry.position, []
+        start = first_averaged = carry.position
+        losses = []
         for num_call_steps, num_averaged in _split_steps(num_steps):
+            first_averaged = carry.position if num_averaged == 0 else first_averaged
             carry, call_losses = _run_training_steps(
                 potential, optimizer, num_call_steps, arguments, carry, num_averaged
             )
@@ -126,10 +128,9 @@ def train_weights(
             if not (np.isfinite(losses[-1][-1]) and np.isfinite(carry.position).all()):
                 _raise_nonfinite_loss(potential, arguments, start)
             progress.advance(num_call_steps)
-    all_losses = np.concatenate(losses)
-    _warn_if_decreasing(all_losses, potential.dim)
+        _warn_if_decreasing(potential, arguments, carry, first_averaged)
     z = potential.unravel(carry.average)
-    return TrainedWeights(potential.constrain(z, arguments), z, all_losses)
+    return TrainedWeights(potential.constrain(z, arguments), z, np.concatenate(losses))
 
 
 def train_and_sample(
@@ -321,13 +322,8 @@ def _run_training_steps(
     """
 
     def step(state: _TrainingState, i: Array) -> tuple[_TrainingState, Array]:
-        rng_key, minibatch_key, model_key = random.split(state.rng_key, 3)
-        streams, indices = {}, {}
-        for plate in potential.plates:
-            streams[plate.name], rows = sample_minibatches(
-                ShuffledSubsampling(), plate, state.streams[plate.name], minibatch_key, 1
-            )
-            indices[plate.name] = rows[0]
+        rng_key, step_key = random.split(state.rng_key)
+        streams, indices, model_key = _sample_minibatch(potential, state.streams, step_key)
         loss, gradient = potential.value_and_grad(state.position, indices, arguments, model_key)
         updates, optimizer_state = optimizer.update(gradient, state.optimizer_state, state.position)
         position = optax.apply_updates(state.position, updates)
@@ -353,24 +349,59 @@ def _raise_nonfinite_loss(potential: Potential, arguments: Arguments, start: Arr
     )
 
 
-def _warn_if_decreasing(losses: np.ndarray, dim: int) -> None:
-    """Warn if the loss decreases over the averaged steps by more than the posterior's typical loss.
+def _warn_if_decreasing(
+    potential: Potential, arguments: Arguments, state: _TrainingState, first_averaged: Array
+) -> None:
+    """Warn if the averaged steps decreased the loss by more than the posterior's typical loss.
 
     A normal posterior's potential has an expectation of d / 2 nats above its minimum.
+
+    :param state: after the last step.
+    :param first_averaged: position before the averaged steps.
     """
-    averaged = losses[-_count_averaged_steps(len(losses)) :]
-    if len(averaged) < _MIN_COMPARED_STEPS:
-        return
-    halves = np.array_split(averaged.astype(float), 2)
-    decrease = halves[0].mean() - halves[1].mean()
-    error = np.sqrt(sum(half.var() / half.size for half in halves))
-    if decrease - _NUM_STANDARD_ERRORS * error > dim / 2.0:
+    decreases = np.asarray(
+        _compute_decreases(potential, arguments, state, first_averaged), np.float64
+    )
+    error = decreases.std(ddof=1) / np.sqrt(len(decreases))
+    if decreases.mean() - _NUM_STANDARD_ERRORS * error > potential.dim / 2.0:
         errors.warn_user(
-            f"The training has not converged: over the last {len(averaged)} steps the negative log "
-            f"joint density decreased by {decrease:.3g}.",
+            "The training has not converged: over its last quarter the negative log joint density "
+            f"decreased by {decreases.mean():.3g}.",
             errors.ConvergenceWarning,
-            "standardise the data, or pass a larger num_train_steps or an optimizer with a larger "
-            "learning rate, such as optimizer=optax.adam(0.1). Chains about these weights would "
-            "sample a region of small posterior density.",
+            "standardise the data, or pass a larger num_train_steps or an optimizer with larger "
+            "steps, such as optimizer=optax.adam(0.1). Chains about these weights would sample a "
+            "region of small posterior density.",
             "training",
         )
+
+
+@partial(jax.jit, static_argnames="potential")
+def _compute_decreases(
+    potential: Potential, arguments: Arguments, state: _TrainingState, first_averaged: Array
+) -> Array:
+    """Return the decrease of the loss of some minibatches over the averaged steps."""
+
+    def compare(streams: Any, key: Array) -> tuple[Any, Array]:
+        streams, indices, model_key = _sample_minibatch(potential, streams, key)
+        before, after = (
+            potential.value(position, indices, arguments, model_key)
+            for position in (first_averaged, state.position)
+        )
+        return streams, before - after
+
+    keys = random.split(state.rng_key, _NUM_COMPARED_MINIBATCHES)
+    return lax.scan(compare, state.streams, keys)[1]
+
+
+def _sample_minibatch(
+    potential: Potential, streams: dict[str, Any], rng_key: Array
+) -> tuple[dict[str, Any], dict[str, Array], Array]:
+    """Return the next streams, the row indices of a minibatch, and a key for the model."""
+    minibatch_key, model_key = random.split(rng_key)
+    next_streams, indices = {}, {}
+    for plate in potential.plates:
+        next_streams[plate.name], rows = sample_minibatches(
+            ShuffledSubsampling(), plate, streams[plate.name], minibatch_key, 1
+        )
+        indices[plate.name] = rows[0]
+    return next_streams, indices, model_key

@@ -261,7 +261,9 @@ def test_noise_in_the_tails_is_limited(counts):
 
 def test_measured_noise_in_the_tails_is_that_of_estimates(counts):
     inputs, fit = counts
-    q = 5.0 * np.random.default_rng(1).standard_normal(inputs.potential.dim)
+    q = np.random.default_rng(1).standard_normal(inputs.potential.dim)
+    intercepts, _ = fit.reference_hessian.layout.split(np.arange(inputs.potential.dim))
+    q[intercepts[0]] -= 8.0
     estimator, rng = SecondOrderControlVariate(), np.random.default_rng(2)
     batches = np.stack([rng.choice(NUM_ROWS, 40, replace=False) for _ in range(30)])
     preconditioner = fit.cast(jnp.float32)
@@ -285,7 +287,8 @@ def test_measured_noise_in_the_tails_is_that_of_estimates(counts):
     expected = np.stack([evaluate(rows) for rows in jnp.asarray(batches)])
     deviations, expected = (x - x.mean(0) for x in (found, expected))
     error = np.linalg.norm(deviations - expected, axis=1)
-    assert (error < 0.05 * np.linalg.norm(expected, axis=1)).all()
+    # Second derivatives are measured by finite differences.
+    assert (error < 0.1 * np.linalg.norm(expected, axis=1)).all()
 
 
 def test_pilot_chains_have_the_estimates_of_the_chains(counts):
