@@ -12,8 +12,9 @@ __all__ = ["get_section"]
 _ENTRIES_BY_SECTION = {
     "Initial values are invalid or have no finite log density": (
         "no-finite-initial-position init-params-not-finite init-strategy init-params "
-        "potential-fn-init-params localised training"
+        "potential-fn-init-params localised"
     ),
+    "The training of a network fails or has not converged": "training",
     "Gradient noise biases SDs or means": (
         "gradient-noise-sds gradient-noise-means"  # vocabulary: ok
     ),

@@ -64,13 +64,13 @@ _MAX_INFLUENTIAL_BATCH_FRACTION = 0.5
 
 # Distance of effects from their centers at which gradients are compared with their expansions, in
 # posterior SDs given the shared parameters: one of 370 normal draws is as far. Where the density
-# decreases faster than the normal one, the distance at which it is as small.
+# decreases faster than a normal one, the smaller distance at which it has decreased as much.
 _TAIL_DISTANCE_SD = 3.0
 _NUM_TAIL_DISTANCE_ITERATIONS = 8  # of Newton's method, which converges from above
 # Largest change of an effect's velocity (without momentum, of its position) that the gradient of
 # one sampled observation may make in one step, in preconditioned coordinates, in which a velocity
-# has an SD of one. Without this limit, effects in tests/adaptation/test_outlying_effects.py move by
-# more than ten posterior SDs.
+# has an SD of one. Without this limit, and the observations that are included because of it, a draw
+# takes the maximum of 500 steps in the model of tests/adaptation/test_outlying_effects.py.
 _MAX_VELOCITY_CHANGE_SD = 1.0
 # Of the longest possible step size, with which no more observations are included: each one adds to
 # the weight of those that are sampled.
@@ -204,7 +204,8 @@ def _find_tails(hierarchy: Preconditioner, unit_effects: np.ndarray) -> np.ndarr
     """Return displacements of the effects into the tails of their density, shape ``(n, k, G)``.
 
     They are along each column of a factor of the covariance and each pair of columns, in both
-    directions. The density is that of the rows' third derivatives.
+    directions. The log density is expanded to third order, with the third derivatives of the rows'
+    part alone.
     """
     pairs = [(a + sign * b) / 2**0.5 for a, b in combinations(unit_effects, 2) for sign in (1, -1)]
     directions = np.stack([*unit_effects, *pairs])

@@ -20,7 +20,7 @@ offset, the correlation of two positions is 2^-r.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, ClassVar, NamedTuple
@@ -291,6 +291,32 @@ def init_stream(plate: Plate, rng_key: Array) -> StreamState:
     if plate.shards is None:
         return StreamState.init(rng_key)
     return jax.vmap(StreamState.init)(random.split(rng_key, plate.num_shards))
+
+
+def init_streams(plates: Sequence[Plate], rng_key: Array) -> dict[str, StreamState]:
+    """Return the initial state of each plate's stream, by plate name."""
+    keys = random.split(rng_key, len(plates))
+    return {p.name: init_stream(p, key) for p, key in zip(plates, keys, strict=True)}
+
+
+def sample_minibatches_of_plates(
+    subsampling: Subsampling,
+    plates: Sequence[Plate],
+    streams: dict[str, StreamState],
+    rng_key: Array,
+    num_steps: int,
+) -> tuple[dict[str, StreamState], Indices]:
+    """Return the streams after some steps, and the row indices of all these steps, by plate name.
+
+    All at once: small samples cost more than they yield, and indices computed inside a loop of
+    steps would be fused into the gather and computed again there.
+    """
+    next_streams, indices = {}, {}
+    for p, key in zip(plates, random.split(rng_key, len(plates)), strict=True):
+        next_streams[p.name], indices[p.name] = sample_minibatches(
+            subsampling, p, streams[p.name], key, num_steps
+        )
+    return next_streams, indices
 
 
 def sample_minibatches(

@@ -13,7 +13,7 @@ from jax.flatten_util import ravel_pytree
 
 from numpyro_sgmcmc.compilation import jit_low_optimization
 from numpyro_sgmcmc.data.arguments import Arguments, is_traced
-from numpyro_sgmcmc.data.subsampling import init_stream
+from numpyro_sgmcmc.data.subsampling import init_streams
 from numpyro_sgmcmc.dynamics import Dynamics
 from numpyro_sgmcmc.model.local_latents import LocalValues, with_local_values
 from numpyro_sgmcmc.model.local_moves import sweep_local_values
@@ -117,14 +117,10 @@ def _init_states(
             else:
                 position = ravel_pytree(init_params)[0]
             q = preconditioner.from_position(position.astype(potential.dtype))
-        stream_keys = random.split(stream_key, len(potential.plates))
         return SGMCMCState(
             z=potential.unravel(preconditioner.to_position(q)),
             dynamics_state=dynamics.init(q, state_key),
-            streams={
-                p.name: init_stream(p, key)
-                for p, key in zip(potential.plates, stream_keys, strict=True)
-            },
+            streams=init_streams(potential.plates, stream_key),
             weight=jnp.zeros_like(adapt_state.step_size),
             adapt_state=adapt_state,
             rng_key=rng_key,

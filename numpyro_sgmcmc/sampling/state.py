@@ -17,7 +17,7 @@ import jax.numpy as jnp
 from jax import Array, lax, random
 
 from numpyro_sgmcmc.adaptation import Adaptation
-from numpyro_sgmcmc.data.subsampling import StreamState, Subsampling, sample_minibatches
+from numpyro_sgmcmc.data.subsampling import StreamState, Subsampling, sample_minibatches_of_plates
 from numpyro_sgmcmc.dynamics import Dynamics
 from numpyro_sgmcmc.dynamics.base import GradientNoiseCovariance
 from numpyro_sgmcmc.errors import InvalidArgumentError
@@ -297,18 +297,11 @@ class Keys(NamedTuple):
 def sample_iteration_indices(
     config: ChainConfig, streams: dict[str, Any], rng_key: Array
 ) -> tuple[dict[str, Any], dict[str, Array]]:
-    """Return the streams after an iteration, and the row indices of all its steps.
-
-    All at once: small samples cost more than they yield, and indices computed inside the loop
-    would be fused into the gather and computed again there.
-    """
+    """Return the streams after an iteration, and the row indices of all its steps."""
     adaptation, plates = config.adaptation, config.potential.plates
-    next_streams, indices = {}, {}
-    for p, key in zip(plates, random.split(rng_key, len(plates)), strict=True):
-        next_streams[p.name], indices[p.name] = sample_minibatches(
-            adaptation.subsampling, p, streams[p.name], key, adaptation.num_steps
-        )
-    return next_streams, indices
+    return sample_minibatches_of_plates(
+        adaptation.subsampling, plates, streams, rng_key, adaptation.num_steps
+    )
 
 
 def has_chain_axis(rng_key: Array) -> bool:

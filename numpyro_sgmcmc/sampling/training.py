@@ -26,7 +26,12 @@ from numpyro_sgmcmc import errors
 from numpyro_sgmcmc.compilation import clear_compilation_cache_if_full
 from numpyro_sgmcmc.data.arguments import Arguments, check_jax_representable
 from numpyro_sgmcmc.data.host_array import unwrap_callback_errors
-from numpyro_sgmcmc.data.subsampling import ShuffledSubsampling, init_stream, sample_minibatches
+from numpyro_sgmcmc.data.subsampling import (
+    Indices,
+    ShuffledSubsampling,
+    init_streams,
+    sample_minibatches_of_plates,
+)
 from numpyro_sgmcmc.errors import (
     InitializationError,
     InvalidArgumentError,
@@ -177,6 +182,7 @@ def train_and_sample(
     errors.check_rng_key(rng_key)
     for name, number in (("num_samples", num_samples), ("num_chains", num_chains)):
         errors.check_positive_int(name, number)
+    errors.check_nonnegative("num_warmup", num_warmup)
     if not callable(kernel) or isinstance(kernel, SGMCMCKernel):
         raise InvalidArgumentError(
             f"`kernel` is {describe_value(kernel)}, which is not a function from a model to a "
@@ -185,7 +191,7 @@ def train_and_sample(
             "training",
         )
     potential = _make_potential(model, Arguments(args, kwargs), init_strategy)
-    by_site = _validate_precision(precision, potential)
+    by_site = _validate_precision(precision, potential, Arguments(args, kwargs))
     train_key, run_key = random.split(rng_key)
     trained = train_weights(
         model,
@@ -229,10 +235,12 @@ def _make_potential(model: Callable, arguments: Arguments, init_strategy: Callab
 
 
 def _validate_precision(
-    precision: float | Mapping[str, Any], potential: Potential
+    precision: float | Mapping[str, Any], potential: Potential, arguments: Arguments
 ) -> dict[str, Any]:
-    """Return the precision by site, after checking sites and values."""
-    names = list(potential.unravel(np.zeros(potential.dim, potential.dtype)))
+    """Return the precision by site, after checking sites, values and shapes."""
+    position = np.zeros(potential.dim, potential.dtype)
+    values = jax.eval_shape(potential.constrain, potential.unravel(position), arguments)
+    names = list(values)
     by_site = precision if isinstance(precision, Mapping) else dict.fromkeys(names, precision)
     if not by_site or (unknown := sorted(set(by_site) - set(names))):
         problem = f"has unknown sites {unknown}" if by_site else "is empty"
@@ -249,6 +257,12 @@ def _validate_precision(
                 f"`precision`{of_site} is {describe_value(value)}, which is not positive and "
                 "finite.",
                 "pass the inverse variance of the localising density, such as 100.0.",
+                "training",
+            )
+        if array.shape not in ((), values[name].shape):
+            raise InvalidArgumentError(
+                f"`precision` of '{name}' has shape {array.shape}.",
+                f"pass a number, or an array of the site's shape {values[name].shape}.",
                 "training",
             )
     return dict(by_site)
@@ -302,8 +316,7 @@ def _init_training(
 ) -> _TrainingState:
     position_key, stream_key, rng_key = random.split(rng_key, 3)
     position = potential.sample_init_position(position_key, arguments)
-    keys = random.split(stream_key, max(1, len(potential.plates)))
-    streams = {p.name: init_stream(p, k) for p, k in zip(potential.plates, keys, strict=False)}
+    streams = init_streams(potential.plates, stream_key)
     return _TrainingState(position, position, optimizer.init(position), streams, rng_key)
 
 
@@ -320,10 +333,11 @@ def _run_training_steps(
 
     :param num_averaged: iterates of which ``state.average`` is the mean; None: no averaging.
     """
+    rng_key, call_key = random.split(state.rng_key)
+    streams, batches = _sample_minibatches(potential, state.streams, call_key, num_steps)
 
-    def step(state: _TrainingState, i: Array) -> tuple[_TrainingState, Array]:
-        rng_key, step_key = random.split(state.rng_key)
-        streams, indices, model_key = _sample_minibatch(potential, state.streams, step_key)
+    def step(state: _TrainingState, xs: Any) -> tuple[_TrainingState, Array]:
+        i, (indices, model_key) = xs
         loss, gradient = potential.value_and_grad(state.position, indices, arguments, model_key)
         updates, optimizer_state = optimizer.update(gradient, state.optimizer_state, state.position)
         position = optax.apply_updates(state.position, updates)
@@ -332,7 +346,8 @@ def _run_training_steps(
             average = optax.incremental_update(position, average, 1.0 / (num_averaged + i + 1))
         return _TrainingState(position, average, optimizer_state, streams, rng_key), loss
 
-    return lax.scan(step, state, jnp.arange(num_steps))
+    state = state._replace(streams=streams, rng_key=rng_key)
+    return lax.scan(step, state, (jnp.arange(num_steps), batches))
 
 
 def _raise_nonfinite_loss(potential: Potential, arguments: Arguments, start: Array) -> None:
@@ -381,27 +396,26 @@ def _compute_decreases(
 ) -> Array:
     """Return the decrease of the loss of some minibatches over the averaged steps."""
 
-    def compare(streams: Any, key: Array) -> tuple[Any, Array]:
-        streams, indices, model_key = _sample_minibatch(potential, streams, key)
+    def compare(xs: Any) -> Array:
+        indices, model_key = xs
         before, after = (
             potential.value(position, indices, arguments, model_key)
             for position in (first_averaged, state.position)
         )
-        return streams, before - after
+        return before - after
 
-    keys = random.split(state.rng_key, _NUM_COMPARED_MINIBATCHES)
-    return lax.scan(compare, state.streams, keys)[1]
+    _, batches = _sample_minibatches(
+        potential, state.streams, state.rng_key, _NUM_COMPARED_MINIBATCHES
+    )
+    return lax.map(compare, batches)
 
 
-def _sample_minibatch(
-    potential: Potential, streams: dict[str, Any], rng_key: Array
-) -> tuple[dict[str, Any], dict[str, Array], Array]:
-    """Return the next streams, the row indices of a minibatch, and a key for the model."""
+def _sample_minibatches(
+    potential: Potential, streams: dict[str, Any], rng_key: Array, num: int
+) -> tuple[dict[str, Any], tuple[Indices, Array]]:
+    """Return the next streams, the row indices of some minibatches, and keys for the model."""
     minibatch_key, model_key = random.split(rng_key)
-    next_streams, indices = {}, {}
-    for plate in potential.plates:
-        next_streams[plate.name], rows = sample_minibatches(
-            ShuffledSubsampling(), plate, streams[plate.name], minibatch_key, 1
-        )
-        indices[plate.name] = rows[0]
-    return next_streams, indices, model_key
+    streams, indices = sample_minibatches_of_plates(
+        ShuffledSubsampling(), potential.plates, streams, minibatch_key, num
+    )
+    return streams, (indices, random.split(model_key, num))

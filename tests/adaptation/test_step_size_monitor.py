@@ -292,3 +292,16 @@ def test_quantiles_of_student_are_those_of_scipy(z, degrees_of_freedom):
     expected = stats.t.isf(stats.norm.sf(z), degrees_of_freedom)
     found = _compute_student_quantile(z, jnp.asarray(degrees_of_freedom))
     assert found == pytest.approx(expected, rel=1e-2)
+
+
+@pytest.mark.parametrize(("num_errors", "is_shortened"), [(4.7, False), (8.0, True)])
+def test_step_is_shortened_beyond_the_quantile_of_few_iterations(num_errors, is_shortened):
+    """With 24 iterations Student's quantile is 5.2 where the normal one is 4.2."""
+    num, rng = 24, np.random.default_rng(0)
+    deviations = rng.standard_normal(num)
+    deviations = (deviations - deviations.mean()) / deviations.std(ddof=1)
+    noise = 0.1 * np.sqrt(num)  # so that the standard error is 0.1
+    temperatures = 1.0 + rng.normal(0.0, 1.0, (num, 200)) * 0.1
+    temperatures[:, 7] = 1.0 + 0.1 * num_errors + noise * deviations
+    scale = compute_scale(temperatures, allowed=0.01)
+    assert (scale < 1.0) == is_shortened

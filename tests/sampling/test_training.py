@@ -193,6 +193,8 @@ def test_sites_that_are_not_in_the_dict_are_not_restricted():
         ({"precision": {"w": [1.0, np.inf]}}, r"`precision` of 'w' is .* not positive and finite"),
         ({"precision": {"v": 1.0}}, r"unknown sites \['v'\].*some of the sites \['w'\]"),
         ({"precision": {}}, r"`precision` is empty"),
+        ({"precision": {"w": np.ones(3)}}, r"`precision` of 'w' has shape \(3,\).*shape \(2,\)"),
+        ({"num_warmup": -1}, r"`num_warmup` is -1"),
         ({"precision": None}, r"`precision` has type object"),
         ({"kernel": SGNHT(linear)}, r"`kernel` is .*not a function from a model"),
         ({"optimizer": optax.adam}, r"`optimizer` is .*not an optimizer of optax"),
