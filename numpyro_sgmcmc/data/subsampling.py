@@ -305,7 +305,7 @@ def sample_minibatches_of_plates(
     streams: dict[str, StreamState],
     rng_key: Array,
     num_steps: int,
-) -> tuple[dict[str, StreamState], Indices]:
+) -> tuple[dict[str, StreamState], dict[str, Array]]:
     """Return the streams after some steps, and the row indices of all these steps, by plate name.
 
     All at once: small samples cost more than they yield, and indices computed inside a loop of

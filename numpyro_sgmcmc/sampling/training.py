@@ -27,7 +27,6 @@ from numpyro_sgmcmc.compilation import clear_compilation_cache_if_full
 from numpyro_sgmcmc.data.arguments import Arguments, check_jax_representable
 from numpyro_sgmcmc.data.host_array import unwrap_callback_errors
 from numpyro_sgmcmc.data.subsampling import (
-    Indices,
     ShuffledSubsampling,
     init_streams,
     sample_minibatches_of_plates,
@@ -412,7 +411,7 @@ def _compute_decreases(
 
 def _sample_minibatches(
     potential: Potential, streams: dict[str, Any], rng_key: Array, num: int
-) -> tuple[dict[str, Any], tuple[Indices, Array]]:
+) -> tuple[dict[str, Any], tuple[dict[str, Array], Array]]:
     """Return the next streams, the row indices of some minibatches, and keys for the model."""
     minibatch_key, model_key = random.split(rng_key)
     streams, indices = sample_minibatches_of_plates(
